@@ -1,0 +1,234 @@
+"""Data in, Plotly figure out: pure functions, one a figure.
+
+Traces and bars of a request carry its client's number in `meta` or `customdata`, so that each browser
+can paint its own in the colour that means "you" and everybody can be sent the same figure.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import plotly.graph_objects as go
+
+from demo.lanes import WINDOW_S, phases
+from demo.plot import Point, figure, label, line, line_label, nice_ceiling, unit
+
+STRANGERS = 4
+FEWEST_LANES = 6
+FEWEST_MB = 8
+EDGE_S = 0.01
+MS_AT = "%{y:.0f} ms at %{x} tokens"
+
+
+def stranger(request: int) -> str:
+    """The muted colour of somebody else's request, the same in every figure."""
+    return f"stranger-{request % STRANGERS + 1}"
+
+
+def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Point] = (), others: int = 0) -> dict:
+    """Milliseconds a token against tokens in context: measured points, and the step that was shared."""
+    naive, cached, shared = sorted(naive), sorted(cached), sorted(shared)
+    x_top = _whole_axis(x for x, _ in [*naive, *cached, *shared])
+    labels = []
+    if naive:
+        labels.append(line_label("without the cache", naive, x_top, "var(--naive)", "bottom"))
+    if cached:
+        labels.append(line_label("with the cache", cached, x_top, "var(--cached)", "top"))
+    if shared and others:
+        name = f"step shared with {others} other{'s' if others > 1 else ''}"
+        labels.append(line_label(name, shared, x_top, "var(--muted)", "bottom"))
+    traces = [
+        line(shared, MS_AT, color="var(--muted)", width=1),
+        line(cached, MS_AT, color="var(--cached)", marker=5),
+        line(naive, MS_AT, color="var(--naive)", dash="4px,4px", marker=8),
+    ]
+    # A shared step that had to read somebody's prompt may leave the picture; the usual one stays in it.
+    usual = [(0, median(y for _, y in shared))] if shared else []
+    slowest = max((y for _, y in [*naive, *cached, *usual]), default=100)
+    return _milliseconds(traces, x_top, slowest, labels)
+
+
+def speed_of_others(probes: Sequence[dict[str, Any]]) -> dict:
+    """Points measured in all conversations of the last while, for a page on which nobody has spoken."""
+    traces = [
+        go.Scatter(
+            x=[probe["length"] for probe in probes],
+            y=[probe[f"{lane}_ms"] for probe in probes],
+            mode="markers",
+            marker={"color": f"var(--{lane})", "size": 6, "opacity": 0.6},
+            hovertemplate=f"{MS_AT}<extra></extra>",
+        )
+        for lane in ("naive", "cached")
+    ]
+    slowest = max((max(probe["naive_ms"], probe["cached_ms"]) for probe in probes), default=100)
+    return _milliseconds(traces, _whole_axis(probe["length"] for probe in probes), slowest, [])
+
+
+def _whole_axis(lengths: Iterable[float]) -> int:
+    return 128 * max(1, math.ceil(max(lengths, default=0) / 128))
+
+
+def _milliseconds(traces: list[Any], x_top: int, slowest: float, labels: list[dict[str, Any]]) -> dict:
+    return figure(
+        traces,
+        height=232,
+        x={"range": [0, x_top], "nticks": 5},
+        y={"range": [0, nice_ceiling(1.15 * slowest)], "nticks": 4},
+        annotations=[unit("ms a token, by tokens in context"), *labels],
+    )
+
+
+def cache(snapshot: dict[str, Any]) -> dict | None:
+    """Bytes in use over the last half minute, stacked by request, under the line of what is reserved."""
+    if not snapshot["cache"]["allocated_bytes"]:
+        return None
+    now = snapshot["time"]
+    history = [*(entry for entry in snapshot["history"] if entry["time"] > now - WINDOW_S - 1), _present(snapshot)]
+    clients = {entry["request"]: entry["client"] for entry in snapshot["requests"]}
+    requests = sorted({int(request) for entry in history for request in entry["used"]})
+    traces = [
+        _area(
+            [(entry["time"] - now, entry["retained_bytes"] / 1e6) for entry in history],
+            "kept for the next turn: %{y:.1f} MB<extra></extra>",
+            line={"color": "var(--muted)", "width": 0},
+            fillpattern={"shape": "/", "fgcolor": "var(--muted)", "bgcolor": "var(--soft)", "size": 6},
+        )
+    ]
+    for request in requests:
+        color = f"var(--{stranger(request)})"
+        points = [(e["time"] - now, e["used"][str(request)] / 1e6) for e in history if str(request) in e["used"]]
+        # A request comes and goes at once: without these edges its area would slope to the next sample.
+        points = [(points[0][0] - EDGE_S, 0.0), *points, (points[-1][0] + EDGE_S, 0.0)]
+        traces.append(
+            _area(
+                points,
+                "%{y:.1f} MB<extra></extra>",
+                line={"color": color, "width": 0},
+                fillcolor=color,
+                meta={"client": clients.get(request)},
+            )
+        )
+    reserved = max(entry["allocated_bytes"] for entry in history) / 1e6
+    used = max((sum(entry["used"].values()) + entry["retained_bytes"]) / 1e6 for entry in history)
+    traces.append(
+        go.Scatter(
+            x=[entry["time"] - now for entry in history],
+            y=[entry["allocated_bytes"] / 1e6 for entry in history],
+            mode="lines",
+            line={"color": "var(--muted)", "width": 1.5, "dash": "4px,4px"},
+            hoverinfo="skip",
+        )
+    )
+    shown = reserved <= 4 * max(used, FEWEST_MB)
+    top = nice_ceiling(1.1 * max(used, reserved if shown else 0, FEWEST_MB))
+    kept = history[-1]["retained_bytes"] / 1e6
+    labels = [unit("MB")]
+    if kept > 0.12 * top:
+        labels.append(label("kept for next turns", 0, 0, "var(--muted)", bgcolor="var(--card)", xshift=-4, yshift=4))
+    name = "reserved" if shown else f"↑ {reserved:,.0f} MB reserved"
+    y, shift = (reserved, 2) if shown else (top, -16)
+    return figure(
+        traces,
+        height=184,
+        x=_seconds_axis(),
+        y={"range": [0, top], "nticks": 4},
+        annotations=[*labels, label(name, 0, y, "var(--muted)", yshift=shift)],
+    )
+
+
+def _present(snapshot: dict[str, Any]) -> dict[str, Any]:
+    slots = [slot for slot in snapshot["cache"]["slots"] if slot["tokens"]]
+    size = (snapshot["model"] or {}).get("bytes_per_token", 0)
+    used = {str(s["request"]): s["tokens"] * size for s in slots if s["state"] in ("running", "prefilling")}
+    kept = sum(slot["tokens"] * size for slot in slots if slot["state"] == "retained")
+    reserved = snapshot["cache"]["allocated_bytes"]
+    return {"time": snapshot["time"], "used": used, "retained_bytes": kept, "allocated_bytes": reserved}
+
+
+def _area(points: Sequence[Point], hover: str, **style: Any) -> go.Scatter:
+    return go.Scatter(
+        x=[round(x, 2) for x, _ in points],
+        y=[round(y, 3) for _, y in points],
+        mode="lines",
+        stackgroup="bytes",
+        hovertemplate=hover,
+        **style,
+    )
+
+
+def _seconds_axis() -> dict[str, Any]:
+    return {
+        "range": [-WINDOW_S, 0],
+        "tickvals": [-30, -20, -10, 0],
+        "ticktext": ["−30 s", "−20 s", "−10 s", "now"],
+    }
+
+
+def batch(snapshot: dict[str, Any], lanes: dict[int, int]) -> dict:
+    """Who was in the batch in the last half minute: a bar a request, its waiting and its prefill told apart."""
+    now = snapshot["time"]
+    spans: dict[str, list[tuple]] = {"waiting": [], "prefill": [], "decode": []}
+    for entry in snapshot["requests"]:
+        if entry["request"] in lanes:
+            for phase, start, end in phases(entry, now):
+                if end > now - WINDOW_S:
+                    begin = max(start - now, -WINDOW_S)
+                    spans[phase].append((begin, end - now - begin, lanes[entry["request"]], entry))
+    count = max(FEWEST_LANES, max(lanes.values(), default=0) + 1)
+    return figure(
+        [_bars(phase, bars) for phase, bars in spans.items()],
+        height=208,
+        x=_seconds_axis(),
+        y={"range": [count - 0.5, -0.5], "showgrid": False, "tickvals": [], "fixedrange": True},
+        barmode="overlay",
+        bargap=0.3,
+    )
+
+
+def _bars(phase: str, bars: list[tuple]) -> go.Bar:
+    names = {"waiting": "waiting", "prefill": "reading its prompt", "decode": "generating"}
+    shade = "-deep" if phase == "prefill" else ""
+    colors = [f"var(--{stranger(entry['request'])}{shade})" for *_, entry in bars]
+    marker: dict[str, Any] = {"color": colors, "cornerradius": 4, "line": {"width": 0}}
+    if phase == "waiting":
+        marker["line"] = {"width": 1, "color": colors}
+        marker["pattern"] = {"shape": "/", "fgcolor": colors, "bgcolor": "var(--card)", "size": 8, "solidity": 0.15}
+    hover = f"{names[phase]} %{{x:.1f}} s<br>%{{customdata[1]}} tokens read, %{{customdata[2]}} written<extra></extra>"
+    return go.Bar(
+        name=phase,
+        orientation="h",
+        base=[round(start, 2) for start, *_ in bars],
+        x=[round(length, 2) for _, length, *_ in bars],
+        y=[lane for *_, lane, _ in bars],
+        marker=marker,
+        customdata=[[entry["client"], entry["prompt_tokens"], entry["tokens"]] for *_, entry in bars],
+        hovertemplate=hover,
+    )
+
+
+def race(naive_ms: Sequence[float], cached_ms: Sequence[float], target: int) -> dict:
+    """Each lane's own clock against the tokens it has written."""
+    naive, cached = _clock(naive_ms), _clock(cached_ms)
+    labels = [unit("seconds of engine time, by tokens written")]
+    if naive_ms and cached_ms:
+        labels.append(line_label("naive", naive, target, "var(--naive)", "bottom"))
+        labels.append(line_label("cached", cached, target, "var(--cached)", "top"))
+    hover = "%{x} tokens after %{y:.1f} s"
+    return figure(
+        [
+            line(naive, hover, color="var(--naive)", dash="4px,4px"),
+            line(cached, hover, color="var(--cached)"),
+        ],
+        height=184,
+        x={"range": [0, target], "nticks": 5},
+        y={"range": [0, nice_ceiling(1.1 * max(naive[-1][1], cached[-1][1], 1.0))], "nticks": 4},
+        annotations=labels,
+    )
+
+
+def _clock(steps_ms: Sequence[float]) -> list[Point]:
+    points: list[Point] = [(0, 0.0)]
+    for index, step in enumerate(steps_ms, 1):
+        points.append((index, points[-1][1] + step / 1000))
+    return points

@@ -1,0 +1,59 @@
+"""What every open page is shown about everybody: one JSON, built once a second for all of them."""
+
+import json
+import time
+from typing import Any
+
+from demo import figures
+from demo.lanes import assign_lanes
+from demo.visitors import Visitors
+from engine import Engine
+
+BUILD_EVERY_S = 0.9
+
+
+class Live:
+    """Turns the engine's snapshot into the shared message of the panels."""
+
+    def __init__(self, engine: Engine, visitors: Visitors):
+        self._engine = engine
+        self._visitors = visitors
+        self._lanes: dict[int, int] = {}
+        self._built = -BUILD_EVERY_S
+        self._message = b""
+
+    def message(self) -> bytes:
+        """The JSON of this second; the work is done for the first who asks, the rest get the same bytes."""
+        if time.monotonic() - self._built >= BUILD_EVERY_S:
+            self._built = time.monotonic()
+            self._message = json.dumps(self._build(self._engine.snapshot())).encode()
+        return self._message
+
+    def _build(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        self._lanes = assign_lanes(snapshot["requests"], self._lanes, snapshot["time"])
+        size = (snapshot["model"] or {}).get("bytes_per_token", 0)
+        slots = [slot for slot in snapshot["cache"]["slots"] if slot["state"] in ("running", "prefilling")]
+        kept = sum(slot["tokens"] for slot in snapshot["cache"]["slots"] if slot["state"] == "retained") * size
+        queue, probes = snapshot["queue"], snapshot["probes"]
+        return {
+            "model": snapshot["model"],
+            "worker": snapshot["worker"],
+            "loading": snapshot["loading"],
+            "error": snapshot["error"],
+            "running": queue["running"],
+            "waiting": queue["waiting"],
+            "most": queue["max_batch_size"],
+            "tokens_per_second": snapshot["throughput"]["tokens_per_second"],
+            "active": bool(queue["running"] or queue["waiting"] or snapshot["races"]["running"]),
+            "brought": self._visitors.clients,
+            "slots": [{"client": slot["client"], "tokens": slot["tokens"]} for slot in slots],
+            "kept_bytes": kept,
+            "reserved_bytes": snapshot["cache"]["allocated_bytes"],
+            "figures": {
+                "others": figures.speed_of_others(probes) if probes else None,
+                "cache": figures.cache(snapshot),
+                "batch": figures.batch(snapshot, self._lanes),
+            },
+            "measured": len(probes),
+            "last_probe": probes[-1] if probes else None,
+        }

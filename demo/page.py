@@ -1,0 +1,120 @@
+"""The page: what stands where, and which event calls what."""
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from demo.api import add_api
+from demo.chat import SYSTEM_PROMPT, Chat, Visit
+from demo.panel import panel
+from demo.prompts import STARTERS, race_prompts
+from demo.race import Race
+from demo.settings import PageSettings
+from demo.streams import Streams
+from demo.visitors import Visitors
+from engine import Engine
+
+HEAD = Path(__file__).parent / "static" / "head.html"
+
+# Nobody waits in Gradio's line, no veil covers what is being updated, and the API page lists only the API.
+_EVENT: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
+
+_RACE_HEADER = '<header><h2>Race</h2><p data-part="caption">for those who do not believe it</p></header>'
+_TOGGLE_SETTINGS = "() => { document.documentElement.toggleAttribute('data-settings'); }"
+
+
+def build_page(engine: Engine, visitors: Visitors, settings: PageSettings) -> gr.Blocks:
+    """The whole page, with its events and its API, ready to be launched."""
+    streams = Streams(settings.max_per_address)
+    with gr.Blocks(title="KVScope", analytics_enabled=False, fill_width=True) as page:
+        panel("header", elem_id="header")
+        with gr.Row(elem_id="columns", equal_height=True):
+            with gr.Column(elem_id="chat"):
+                speed_outputs = _chat_column(Chat(engine, streams))
+            with gr.Column(elem_id="side"):
+                panel("tabs", elem_id="tabs")
+                speed_outputs(panel("speed", elem_id="speed-now"))
+                panel("cache", elem_id="cache-growth")
+                _batch_card(visitors)
+                _race_card(Race(engine, streams, race_prompts(engine.config.max_race_tokens)))
+        panel("footer", elem_id="footer")
+        add_api(engine, streams)
+    return page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
+
+
+def _chat_column(chat: Chat):
+    """Chat, prompt and settings; returns what connects them once the speed panel exists."""
+    visit = gr.State(Visit(), delete_callback=Visit.stop)
+    conversation = panel("conversation", elem_id="conversation", events=("retry", "edit"))
+    with gr.Column(elem_id="settings"):
+        settings = _settings_fields()
+    with gr.Row(elem_id="composer"):
+        prompt = gr.Textbox(
+            elem_id="prompt", placeholder="Ask something…", show_label=False, container=False, max_lines=6, scale=1
+        )
+        stop = gr.Button("Stop", elem_id="stop", scale=0, min_width=0)
+        send = gr.Button("Send", elem_id="send", variant="primary", scale=0, min_width=0)
+    with gr.Row(elem_id="chips"):
+        chips = [
+            (gr.Button(label, scale=0, min_width=0, elem_classes="starter"), text) for label, text in STARTERS.items()
+        ]
+        new = gr.Button("New chat", elem_id="new-chat", scale=0, min_width=0)
+        gr.Button("Settings", scale=0, min_width=0).click(None, js=_TOGGLE_SETTINGS)
+
+    def connect(speed: gr.HTML) -> None:
+        outputs = [conversation, prompt, speed]
+        gr.on([send.click, prompt.submit], chat.send, [prompt, conversation, visit, *settings], outputs, **_EVENT)
+        for chip, text in chips:
+            chip.click(chat.send, [gr.State(text), conversation, visit, *settings], outputs, **_EVENT)
+        conversation.retry(chat.retry, [conversation, visit, *settings], outputs, **_EVENT)
+        conversation.edit(chat.edit, conversation, [conversation, prompt], **_EVENT)
+        stop.click(Visit.stop, visit, None, **_EVENT)
+        new.click(chat.new, visit, outputs, **_EVENT)
+
+    return connect
+
+
+def _settings_fields() -> list[gr.components.Component]:
+    """In the order in which `Chat` takes them."""
+    system = gr.Textbox(SYSTEM_PROMPT, label="System prompt", lines=2, max_lines=4)
+    with gr.Row():
+        most = gr.Slider(1, 1024, 256, step=1, label="Most new tokens")
+        temperature = gr.Slider(0, 2, 0.7, step=0.05, label="Temperature (0: always the likeliest)")
+    with gr.Row():
+        top_p = gr.Slider(0.05, 1, 0.95, step=0.05, label="Top-p (1: off)")
+        top_k = gr.Slider(0, 200, 50, step=1, label="Top-k (0: off)")
+        penalty = gr.Slider(0.5, 2, 1.1, step=0.05, label="Repetition penalty (1: off)")
+    with gr.Row():
+        seed = gr.Textbox("", label="Seed (empty: a new one each time)", max_lines=1)
+        stop = gr.Textbox("", label="Stop strings, one a line", max_lines=3)
+    return [system, most, temperature, top_p, top_k, penalty, seed, stop]
+
+
+def _batch_card(visitors: Visitors) -> None:
+    with gr.Column(elem_id="batch-timeline"):
+        panel("batch", elem_id="batch")
+        with gr.Row(elem_classes="actions"):
+            bring = gr.Button(f"Bring {visitors.a_press} visitors", elem_id="visitors", scale=0, min_width=0)
+            said = gr.HTML(elem_id="visitors-said")
+    bring.click(visitors.bring, None, said, **_EVENT)
+
+
+def _race_card(race: Race) -> None:
+    with gr.Column(elem_id="race"):
+        gr.HTML(html_template=_RACE_HEADER, apply_default_css=False)
+        with gr.Row(elem_classes="actions"):
+            start = gr.Button("Start the race", elem_id="race-start", variant="primary", scale=0, min_width=0)
+            stop = gr.Button("Stop", elem_id="race-stop", scale=0, min_width=0)
+            names = list(race.prompts)
+            prompt = gr.Radio(names, value=names[0], show_label=False, container=False, elem_classes="choice")
+            tokens = gr.Radio(
+                [("48", 48), ("96", 96), ("160 tokens", 160)],
+                value=96,
+                show_label=False,
+                container=False,
+                elem_classes="choice",
+            )
+        lanes = panel("race", elem_id="race-lanes")
+    start.click(race.start, [prompt, tokens], lanes, **_EVENT)
+    stop.click(race.stop, None, None, **_EVENT)

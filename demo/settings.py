@@ -1,0 +1,31 @@
+"""The page's own settings: environment variables with the prefix `KVSCOPE_`, beside the engine's."""
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class PageSettings(BaseSettings):
+    """What the page allows its visitors."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSCOPE_", env_ignore_empty=True, frozen=True, extra="ignore")
+
+    max_per_address: int = Field(
+        default=128, ge=1, le=100_000, description="requests one network address may have at once"
+    )
+    visitors_per_press: int = Field(default=6, ge=1, le=64, description="requests that 'Bring visitors' adds")
+    max_brought_visitors: int = Field(
+        default=24, ge=0, le=1024, description="brought visitors alive at once, all pages together"
+    )
+    max_streams: int = Field(
+        default=512, ge=16, le=100_000, description="streams and races the web server carries at once"
+    )
+
+
+def load_settings() -> PageSettings:
+    """Settings from the environment; `ValueError` with one line naming what is wrong."""
+    try:
+        return PageSettings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"KVSCOPE_{name.upper()}: {first['msg']} (got {first['input']!r})") from None

@@ -1,0 +1,75 @@
+// A Plotly figure in a node of its own: drawn when it can be seen, updated in place, in the theme's colours.
+
+import { you } from "./live.js";
+
+const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset", scrollZoom: false };
+const coarse = matchMedia("(pointer: coarse)");
+let plotly = null;
+
+function loadPlotly() {
+  plotly ??= new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = new URL("kvscope/plotly.min.js", document.baseURI);
+    script.onload = () => resolve(window.Plotly);
+    script.onerror = reject;
+    document.head.append(script);
+  });
+  return plotly;
+}
+
+/** A copy of `value` with `var(--name)` replaced by the colour it has in the current theme. */
+function resolveColors(value, style) {
+  if (typeof value === "string") {
+    const name = /^var\((--[\w-]+)\)$/.exec(value);
+    return name ? style.getPropertyValue(name[1]).trim() : value;
+  }
+  if (Array.isArray(value)) return value.map((item) => resolveColors(item, style));
+  if (value && typeof value === "object") {
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolveColors(item, style)]));
+  }
+  return value;
+}
+
+const asYou = (value) => JSON.parse(JSON.stringify(value).replaceAll(/--stranger-\d/g, "--you"));
+
+/** Paint what belongs to this page's client in the colour that means "you". */
+function markYours(trace) {
+  if (you.client === null) return trace;
+  if (trace.meta?.client === you.client) return asYou(trace);
+  if (!trace.customdata) return trace;
+  const mine = trace.customdata.map(([client]) => client === you.client);
+  const repaint = (colors) => colors.map((color, bar) => (mine[bar] ? asYou(color) : color));
+  const marker = { ...trace.marker };
+  if (Array.isArray(marker.color)) marker.color = repaint(marker.color);
+  if (Array.isArray(marker.line?.color)) marker.line = { ...marker.line, color: repaint(marker.line.color) };
+  if (Array.isArray(marker.pattern?.fgcolor)) {
+    marker.pattern = { ...marker.pattern, fgcolor: repaint(marker.pattern.fgcolor) };
+  }
+  return { ...trace, marker };
+}
+
+export class Figure {
+  constructor(node) {
+    this.node = node;
+    this.figure = null;
+    new ResizeObserver(() => this.draw()).observe(node);
+    new MutationObserver(() => this.draw()).observe(document.body, { attributeFilter: ["class"] });
+  }
+
+  update(figure) {
+    this.figure = figure;
+    this.node.parentElement.toggleAttribute("data-empty", !figure);
+    return this.draw();
+  }
+
+  async draw() {
+    if (!this.figure || !this.node.clientWidth) return;
+    const Plotly = await loadPlotly();
+    const style = getComputedStyle(this.node);
+    const data = resolveColors(this.figure.data.map(markYours), style);
+    const layout = resolveColors(this.figure.layout, style);
+    layout.font = { ...layout.font, family: style.fontFamily };
+    layout.dragmode = coarse.matches ? false : "zoom";
+    await Plotly.react(this.node, data, layout, CONFIG);
+  }
+}

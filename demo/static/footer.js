@@ -1,0 +1,15 @@
+// The quiet last line: what is seen by whom, and which weights are loaded.
+
+import { modelName } from "./header.js";
+import { onLive } from "./live.js";
+import { parts, say } from "./words.js";
+
+export function mount({ element }) {
+  const part = parts(element);
+  part.link.href = location.origin + location.pathname;
+  onLive(({ model }) => {
+    if (!model) return;
+    say(part.weights, `Weights: ${model.source}.`);
+    say(part.model, modelName(model));
+  });
+}

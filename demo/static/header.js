@@ -1,0 +1,45 @@
+// Name, model and the state of the whole server; a banner when it is not ready.
+
+import { onLive } from "./live.js";
+import { count, parts, say } from "./words.js";
+
+const SENTENCES = {
+  loading: "The model is loading.",
+  restarting: "The worker stopped and is starting again. Running answers carry on where they were.",
+  stopped: "The engine has stopped. The page shows what was last known.",
+};
+const DTYPES = { float32: "fp32", float16: "fp16", bfloat16: "bf16" };
+
+export function modelName({ name, device, dtype }) {
+  return `${name} · ${device.startsWith("cuda") ? "GPU" : device.toUpperCase()} · ${DTYPES[dtype] ?? dtype}`;
+}
+
+export function mount({ element }) {
+  const part = parts(element);
+  onLive((live) => {
+    if (live.model) say(part.model, modelName(live.model));
+    else say(part.model, live.worker === "loading" ? "model loading" : live.worker);
+    say(part.running, count(live.running));
+    say(part.waiting, count(live.waiting));
+    say(part.speed, count(live.tokens_per_second));
+    say(part.said, sentence(live));
+    part.banner.toggleAttribute("data-open", Boolean(part.said.textContent));
+    const { done, total } = live.loading ?? {};
+    part.bar.parentElement.toggleAttribute("data-open", Boolean(total));
+    part.bar.style.width = total ? `${(100 * done) / total}%` : "0";
+  });
+  new MutationObserver(() => {
+    const lost = document.documentElement.dataset.connection === "lost";
+    if (lost) say(part.said, "The connection is lost. Trying again; your conversation is kept in this page.");
+    if (lost) part.banner.toggleAttribute("data-open", true);
+  }).observe(document.documentElement, { attributeFilter: ["data-connection"] });
+}
+
+function sentence({ worker, loading, error }) {
+  if (error) return error;
+  if (loading) {
+    const size = loading.total > 1e6 ? ` ${count(loading.done / 1e6)} of ${count(loading.total / 1e6)} MB` : "";
+    return `The model is loading: ${loading.stage}${size}`;
+  }
+  return SENTENCES[worker] ?? "";
+}

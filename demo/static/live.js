@@ -1,0 +1,54 @@
+// The state of the page that all panels share: what is shown (from the address), who "you" are,
+// and the message about everybody, fetched once a second while something runs.
+
+const ACTIVE_MS = 1000, IDLE_MS = 4000, RETRY_MS = 2000;
+const root = document.documentElement;
+const listeners = new Set();
+let latest = null;
+let timer = null;
+
+export const you = { client: null };
+
+/** Call `listener` with every message about everybody, and at once with the latest one. */
+export function onLive(listener) {
+  listeners.add(listener);
+  if (latest) listener(latest);
+}
+
+/** Ask now: something has just begun. */
+export function wake() {
+  clearTimeout(timer);
+  timer = setTimeout(poll, 150);
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  let pause = RETRY_MS;
+  try {
+    const response = await fetch(new URL("kvscope/live", document.baseURI), { cache: "no-store" });
+    if (!response.ok) throw new Error(response.statusText);
+    latest = await response.json();
+    root.dataset.connection = "open";
+    root.dataset.worker = latest.worker;
+    for (const listener of listeners) listener(latest);
+    pause = latest.active || latest.worker !== "ready" ? ACTIVE_MS : IDLE_MS;
+  } catch {
+    root.dataset.connection = "lost";
+  }
+  clearTimeout(timer);
+  timer = setTimeout(poll, pause);
+}
+
+function readAddress() {
+  const query = new URLSearchParams(location.search);
+  const view = query.get("view");
+  if (["race", "cache", "batch", "chat"].includes(view)) root.dataset.view = view;
+  root.toggleAttribute("data-compact", query.get("compact") === "1");
+  root.toggleAttribute("data-embedded", window.self !== window.top);
+  root.dataset.tab = "speed";
+}
+
+readAddress();
+document.addEventListener("visibilitychange", poll);
+poll();

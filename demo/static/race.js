@@ -1,0 +1,43 @@
+// Race: two lanes, each with its own clock, then the verdict.
+
+import { Figure } from "./figure.js";
+import { wake } from "./live.js";
+import { parts, say } from "./words.js";
+
+export function mount({ element, props, watch }) {
+  const part = parts(element.closest("#race"));
+  const figure = new Figure(part.figure);
+  const root = document.documentElement;
+
+  watch("value", () => {
+    const { state, lanes = [], caption, notice, verdict, figure: drawn } = props.value;
+    if (state === "waiting" && root.dataset.race !== "waiting") wake();
+    root.dataset.race = state;
+    say(part.caption, caption);
+    for (const lane of lanes) showLane(part, lane);
+    if (state === "waiting" && !lanes.length) clear(part, figure);
+    say(part.notice, notice ?? "");
+    part.notice.hidden = !part.notice.textContent;
+    for (const name of ["ratio", "naive", "cached", "same"]) say(part[name], verdict?.[name] ?? clockOf(lanes, name));
+    if (drawn) figure.update(drawn);
+  });
+}
+
+function showLane(part, { name, text, tokens, target, total_s, ms_per_token, state }) {
+  const speed = ms_per_token ? ` · ${(1000 / ms_per_token).toFixed(1)} tokens/s · ${total_s.toFixed(1)} s` : "";
+  say(part[`${name}-said`], tokens || state === "running" ? `${tokens} of ${target}${speed}` : "waiting for its turn");
+  say(part[`${name}-text`], text);
+  part[`${name}-text`].toggleAttribute("data-writing", state === "running");
+  part[`${name}-text`].scrollTop = part[`${name}-text`].scrollHeight;
+  part[`${name}-bar`].style.width = `${(100 * tokens) / target}%`;
+}
+
+function clear(part, figure) {
+  for (const name of ["naive", "cached"]) showLane(part, { name, text: "", tokens: 0, target: 1, state: "waiting" });
+  figure.update(null);
+}
+
+function clockOf(lanes, name) {
+  const lane = lanes.find((candidate) => candidate.name === name);
+  return lane?.total_s ? `${lane.total_s.toFixed(1)} s` : "–";
+}

@@ -1,0 +1,88 @@
+"""Plain HTTP beside the page: health, metrics, static files, and no uploads."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import plotly
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from demo.live import Live
+from demo.panel import STATIC
+from engine import Engine
+
+PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+A_WEEK = {"Cache-Control": "public, max-age=604800"}
+
+
+def app_kwargs(engine: Engine, live: Live) -> dict[str, Any]:
+    """What Gradio's application is made with, so that these routes come before Gradio's own."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": engine.snapshot()["worker"]}, status_code=200 if engine.ready else 503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def live_message(_: Request) -> Response:
+        return Response(live.message(), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def plotly_js(_: Request) -> Response:
+        return FileResponse(PLOTLY_JS, media_type="text/javascript", headers=A_WEEK)
+
+    routes = [
+        Route("/healthz", health),
+        Route("/metrics", metrics),
+        Route("/kvscope/live", live_message),
+        Route("/kvscope/plotly.min.js", plotly_js),
+        Mount("/kvscope", StaticFiles(directory=STATIC)),
+    ]
+    return {"routes": routes, "middleware": [Middleware(RefuseUploads)]}
+
+
+class RefuseUploads:
+    """Middleware: the page takes text only, whatever Gradio offers at its upload route."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            refusal = PlainTextResponse("This page takes no files.", status_code=403)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class EngineCollector:
+    """The engine's snapshot in Prometheus' words."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """One family a number; called at each scrape."""
+        snapshot: dict[str, Any] = self._engine.snapshot()
+        queue, cache, totals = snapshot["queue"], snapshot["cache"], snapshot["totals"]
+        ready = float(snapshot["worker"] == "ready")
+        yield GaugeMetricFamily("kvscope_ready", "1 while the worker can compute", ready)
+        yield GaugeMetricFamily("kvscope_requests_waiting", "requests in line", queue["waiting"])
+        yield GaugeMetricFamily("kvscope_requests_running", "requests in the batch", queue["running"])
+        yield GaugeMetricFamily("kvscope_batch_size_peak", "most rows ever decoded together", queue["peak_batch_size"])
+        yield GaugeMetricFamily("kvscope_cache_used_bytes", "cache bytes that hold tokens", cache["used_bytes"])
+        yield GaugeMetricFamily("kvscope_cache_allocated_bytes", "cache bytes reserved", cache["allocated_bytes"])
+        speed = snapshot["throughput"]["tokens_per_second"]
+        yield GaugeMetricFamily("kvscope_tokens_per_second", "tokens a second over the last seconds", speed)
+        yield CounterMetricFamily("kvscope_requests", "requests so far", totals["requests"])
+        yield CounterMetricFamily("kvscope_tokens", "tokens generated so far", totals["tokens"])
+        yield CounterMetricFamily("kvscope_worker_restarts", "times the worker was started again", totals["restarts"])

@@ -1,0 +1,195 @@
+"""The engine's turn: admit, prefill, decode all running rows at once, choose, report.
+
+Single-threaded and steppable by hand; it knows token ids and nothing of text, processes or pages.
+"""
+
+import time
+from collections import deque
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache import KVCache
+from engine.race import Race, probe
+from engine.runner import ModelRunner
+from engine.sampler import Row, choose
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.wire import Failure, RaceStep, SlotState, StartRace, StepRecord, StepReport, Token
+
+PROBE_EVERY_TOKENS = 16
+MOST_CREDIT_MS = 500.0
+
+
+class EngineCore:
+    """Decodes many sequences together. `step()` is one turn; call it while `has_work`."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, eos_token_ids: frozenset[int]):
+        self.runner = runner
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        # A GPU keeps one pool for good, a CPU's grows with the need.
+        slots, positions = (2, 128) if runner.device.type == "cpu" else self._largest_shape()
+        cache = KVCache(runner.layer_shapes, slots, positions)
+        self.scheduler = Scheduler(cache, config.max_batch_size, config.cache_tokens)
+        self.race: Race | None = None
+        self.waiting_races: deque[StartRace] = deque()
+        # Milliseconds of exclusive measuring that the shared batch's own work has paid for.
+        self._probe_credit_ms = 0.0
+        self._race_credit_ms = 0.0
+
+    @property
+    def cache(self) -> KVCache:
+        return self.scheduler.cache
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.live or self.race or self.waiting_races)
+
+    def submit(self, sequence: Sequence) -> None:
+        self.scheduler.waiting.append(sequence)
+
+    def start_race(self, race: StartRace) -> None:
+        """Queue a race; one runs at a time."""
+        self.waiting_races.append(race)
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a sequence or a race; its row is free for the next step."""
+        if self.race and self.race.request_id == request_id:
+            self.race = None
+        self.waiting_races = deque(race for race in self.waiting_races if race.request_id != request_id)
+        for sequence in [*self.scheduler.live, *self.scheduler.waiting]:
+            if sequence.request_id == request_id:
+                self.scheduler.release(sequence, retain=True)
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        report = StepReport(StepRecord(time=time.time()))
+        busy = bool(self.scheduler.waiting) or len(self.scheduler.live) > self.config.max_batch_size // 2
+        self._probe(report, busy)
+        self._race(report, busy)
+        started = time.perf_counter()
+        self.runner.forward_ms = 0.0
+        self.scheduler.admit()
+        prefilled, logits = self._prefill(report.record)
+        running = list(self.scheduler.running)
+        if running:
+            logits.append(self._decode(running, report.record))
+        if logits:
+            self._choose(prefilled + running, torch.cat(logits) if len(logits) > 1 else logits[0], report)
+        self._account(report, 1000 * (time.perf_counter() - started))
+        return report
+
+    def _prefill(self, record: StepRecord) -> tuple[list[Sequence], list[torch.Tensor]]:
+        """Compute up to `prefill_chunk` prompt tokens, oldest request first; what is complete, and its logits."""
+        completed: list[Sequence] = []
+        logits: list[torch.Tensor] = []
+        budget = self.config.prefill_chunk
+        for sequence in self.scheduler.prefilling:
+            if budget == 0:
+                break
+            start = sequence.cached_tokens
+            chunk = sequence.token_ids[start : start + budget]
+            last_logits = self.runner.prefill(self.cache, sequence.slot, start, chunk)
+            sequence.cached_tokens += len(chunk)
+            budget -= len(chunk)
+            record.prefill_tokens += len(chunk)
+            if sequence.cached_tokens == sequence.length:
+                completed.append(sequence)
+                logits.append(last_logits[None])
+        return completed, logits
+
+    def _decode(self, running: list[Sequence], record: StepRecord) -> torch.Tensor:
+        """The pending token of every running sequence, in one forward; logits `[B, vocabulary]`."""
+        record.batch_size = len(running)
+        token_ids = [sequence.last_token_id for sequence in running]
+        logits = self.runner.decode(self.cache, token_ids, [sequence.cached_tokens for sequence in running])
+        for sequence in running:
+            sequence.cached_tokens += 1
+        return logits
+
+    def _choose(self, sequences: list[Sequence], logits: torch.Tensor, report: StepReport) -> None:
+        """One token for each row; rows that are complete leave, freshly prefilled ones join the batch."""
+        rows = [Row(s.params, s.seed, len(s.output_ids), s.slot, s.length) for s in sequences]
+        choice = choose(logits, rows, self.cache.token_ids)
+        chosen = zip(choice.token_ids.tolist(), choice.logprobs.tolist(), choice.finite.tolist(), strict=True)
+        for sequence, (token_id, logprob, finite) in zip(sequences, chosen, strict=True):
+            if finite:
+                self._emit(sequence, token_id, logprob, report)
+            else:
+                self._fail(sequence, report)
+
+    def _emit(self, sequence: Sequence, token_id: int, logprob: float, report: StepReport) -> None:
+        sequence.output_ids.append(token_id)
+        reason = None
+        if len(sequence.output_ids) == sequence.params.max_new_tokens:
+            reason = "length"
+        elif token_id in self.eos_token_ids and not sequence.params.ignore_eos:
+            reason = "eos_token"
+        report.tokens.append(Token(sequence.request_id, token_id, logprob, reason))
+        if reason:
+            self.scheduler.release(sequence, retain=True)
+        elif sequence in self.scheduler.prefilling:
+            self.scheduler.start_running(sequence)
+
+    def _fail(self, sequence: Sequence, report: StepReport) -> None:
+        message = "The model produced numbers that are not finite for this text, so its answer ends here."
+        report.failures.append(Failure(sequence.request_id, message))
+        self.cache.clear(sequence.slot)
+        self.scheduler.release(sequence, retain=False)
+
+    def _probe(self, report: StepReport, busy: bool) -> None:
+        """Measure naive against cached decoding of one running sequence, if its turn and the share allow it."""
+        if busy or self._probe_credit_ms <= 0:
+            return
+        short = [s for s in self.scheduler.running if s.probe and s.length <= self.config.max_race_tokens]
+        due = [s for s in short if s.length >= s.probed_at + PROBE_EVERY_TOKENS]
+        if due:
+            sequence = min(due, key=lambda s: s.probed_at)
+            measured = probe(self.runner, self.cache, sequence)
+            sequence.probed_at = sequence.length
+            self._probe_credit_ms -= measured.naive_ms + measured.cached_ms
+            report.probes.append(measured)
+
+    def _race(self, report: StepReport, busy: bool) -> None:
+        """One exclusive step of the race, which gets at most half of the engine's time and none while it is busy."""
+        if self.race is None and self.waiting_races:
+            self.race = Race(self.waiting_races.popleft(), self.runner)
+        if self.race is None:
+            return
+        if self.race.paused != busy:
+            self.race.paused = busy
+            report.race_steps.append(RaceStep(self.race.request_id, "paused" if busy else "running"))
+        if busy or (self.scheduler.live and self._race_credit_ms <= 0):
+            return
+        step = self.race.step()
+        self._race_credit_ms -= step.step_ms
+        report.race_steps.append(step)
+        if self.race.finished:
+            self.race = None
+
+    def _account(self, report: StepReport, step_ms: float) -> None:
+        record = report.record
+        record.step_ms, record.forward_ms = step_ms, self.runner.forward_ms
+        record.decode_ms = step_ms - record.forward_ms
+        share = self.config.probe_share
+        self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
+        self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
+        report.allocated_bytes = self.cache.allocated_bytes
+        report.slots = self._slot_states()
+
+    def _slot_states(self) -> list[SlotState]:
+        live = [
+            SlotState(s.slot, state, s.request_id, s.client, s.cached_tokens, len(s.prompt_ids), s.reused_tokens)
+            for state, group in (("running", self.scheduler.running), ("prefilling", self.scheduler.prefilling))
+            for s in group
+        ]
+        retained = [
+            SlotState(slot, "retained", kept.request_id, kept.client, len(kept.token_ids), 0)
+            for slot, kept in self.scheduler.retained.items()
+        ]
+        return live + retained
+
+    def _largest_shape(self) -> tuple[int, int]:
+        positions = min(self.config.max_context, self.config.cache_tokens)
+        return min(2 * self.config.max_batch_size, self.config.cache_tokens // positions), positions

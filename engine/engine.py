@@ -1,0 +1,360 @@
+"""The front of the engine: tokenises, hands token ids to the worker, turns its tokens back into text.
+
+It never computes with the model. If the worker dies, another is started and every sequence goes on
+from the ids it has, token for token; a second death under the same sequence fails it clearly.
+"""
+
+import itertools
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from engine.comparison import Comparison, Lane
+from engine.config import EngineConfig, load_config
+from engine.detokenizer import Detokenizer
+from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
+from engine.generation import Generation
+from engine.hosts import HOSTS, Worker
+from engine.loading import load_tokenizer
+from engine.params import MAX_SEED, SamplingParams
+from engine.prompts import Prompt, PromptEncoder
+from engine.sequence import Sequence
+from engine.telemetry import Telemetry
+from engine.wire import Cancel, Loading, LoadingFailed, Ready, StartRace, StepReport, Submit
+
+SNAPSHOT_EVERY_S = 0.25
+KNOWN_CLIENTS = 10_000
+MAX_RACES = 8
+
+
+class Engine:
+    """One model, one shared batch. Thread-safe; `snapshot()` says what it is doing.
+
+    The constructor returns at once and the worker loads in the background; `from_pretrained` waits.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, host: str = "process"):
+        self.config = config or load_config()
+        self.telemetry = Telemetry()
+        self.facts: dict[str, Any] = {}  # the snapshot's `model`, once it is loaded
+        self.prompts: PromptEncoder | None = None
+        self._host = host
+        self._lock = threading.RLock()
+        self._ids = itertools.count(1)
+        self._clients: OrderedDict[Hashable, int] = OrderedDict()
+        self._client_numbers = itertools.count(1)
+        self._generations: dict[int, Generation] = {}  # unfinished, in order of arrival
+        self._comparisons: dict[int, Comparison] = {}
+        self._state = "loading"
+        self._settled = threading.Event()
+        self._loading: dict[str, Any] | None = None
+        self._error: str | None = None
+        self._restarts = 0
+        self._snapshot: dict[str, Any] | None = None
+        self._worker = self._start_worker()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | None = None,
+        device: str = "auto",
+        quantization: None = None,
+        *,
+        config: EngineConfig | None = None,
+        host: str = "process",
+    ) -> "Engine":
+        """An engine that is ready. `model` None is the default model; `LoadingError` says what to do."""
+        if quantization is not None:
+            raise ValueError(f"quantization must be None: this engine has no {quantization!r} weights yet")
+        config = config or load_config()
+        engine = cls(config.model_copy(update={"model": model or config.model, "device": device}), host)
+        try:
+            engine.wait_ready()
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until the model is loaded; `LoadingError` if it cannot be, `TimeoutError` after `timeout` seconds."""
+        if not self._settled.wait(timeout):
+            raise TimeoutError(f"the model was not loaded within {timeout} s")
+        if not self.ready:
+            raise LoadingError(self._error or "the engine was closed")
+
+    @property
+    def ready(self) -> bool:
+        return self.prompts is not None and self._state in ("ready", "restarting")
+
+    @property
+    def context(self) -> int:
+        """Most tokens a sequence may have, prompt included."""
+        return self._encoder().context
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The ids that `submit` would use."""
+        return self._encoder().encode(prompt)
+
+    def fit_chat(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], int]:
+        """See `PromptEncoder.fit_chat`."""
+        return self._encoder().fit_chat(messages, max_new_tokens)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        client: Hashable | None = None,
+        *,
+        probe: bool = False,
+    ) -> Generation:
+        """Queue a generation. `client` is opaque: its sequences may reuse each other's cached beginnings.
+
+        With `probe`, naive decoding is measured now and then during this generation.
+        `ValueError` for a bad prompt, `EngineBusy` when the line is full: nothing was queued then.
+        """
+        params = params or SamplingParams()
+        encoder = self._encoder()
+        ids = encoder.encode(prompt)
+        if params.truncate:
+            ids = ids[-params.truncate :]
+        _check_length(len(ids), params.max_new_tokens, "max_new_tokens", encoder.context)
+        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
+        with self._lock:
+            self._check_open()
+            self._check_line()
+            number = None if client is None else self.client_number(client)
+            sequence = Sequence(next(self._ids), ids, params, seed, number, probe)
+            generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self)
+            self._generations[generation.id] = generation
+            self.telemetry.total_requests += 1
+            self._send_sequence(generation)
+        return generation
+
+    def compare(self, prompt: Prompt, new_tokens: int, client: Hashable | None = None) -> Comparison:
+        """Race naive against cached decoding of `prompt` for `new_tokens` tokens; refusals as in `submit`."""
+        params = SamplingParams(max_new_tokens=new_tokens)
+        encoder = self._encoder()
+        ids = encoder.encode(prompt)
+        limit = min(self.config.max_race_tokens, encoder.context)
+        _check_length(len(ids), params.max_new_tokens, "new_tokens", limit)
+        with self._lock:
+            self._check_open()
+            if len(self._comparisons) >= MAX_RACES:
+                raise EngineBusy(len(self._comparisons), self._drain_estimate_s() + 10.0 * len(self._comparisons))
+            lanes = [Lane(name, Detokenizer(encoder.tokenizer), params.max_new_tokens) for name in ("naive", "cached")]
+            comparison = Comparison(next(self._ids), len(ids), lanes, self.facts, self)
+            self._comparisons[comparison.id] = comparison
+            self._worker.send(StartRace(comparison.id, ids, params.max_new_tokens))
+        return comparison
+
+    def cancel(self, request: Generation | Comparison) -> None:
+        """End a generation or a race; one that has ended already is left alone."""
+        with self._lock:
+            if not request.done:
+                self._worker.send(Cancel(request.id))
+                self._end(request, "cancelled")
+
+    def client_number(self, client: Hashable) -> int:
+        """The anonymous number that snapshots show for a client."""
+        with self._lock:
+            if client not in self._clients:
+                self._clients[client] = next(self._client_numbers)
+            self._clients.move_to_end(client)
+            if len(self._clients) > KNOWN_CLIENTS:
+                self._clients.popitem(last=False)
+            return self._clients[client]
+
+    def place_in_line(self, generation: Generation) -> int:
+        """From 1 for the next to be admitted; 0 for one that does not wait."""
+        with self._lock:
+            waiting = [g.id for g in self._generations.values() if g.state == "waiting"]
+        return waiting.index(generation.id) + 1 if generation.id in waiting else 0
+
+    def wait_estimate_s(self, generation: Generation) -> float | None:
+        """Seconds until a waiting generation is admitted, from the tokens owed before it and the last speed."""
+        if not self.telemetry.last_speed:
+            return None
+        with self._lock:
+            before = [g for g in self._generations.values() if g.id < generation.id]
+            free_rows = self.config.max_batch_size - len(before)
+        return 0.0 if free_rows > 0 else _owed(before) / self.telemetry.last_speed
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the engine is doing, as JSON-able data. Shared by its readers, and made at most four times a second."""
+        with self._lock:
+            now = time.time()
+            if self._snapshot is None or not 0 <= now - self._snapshot["time"] < SNAPSHOT_EVERY_S:
+                generations, comparisons = list(self._generations.values()), list(self._comparisons.values())
+                self._snapshot = {
+                    "time": now,
+                    "model": self.facts or None,
+                    "worker": self._state,
+                    "loading": self._loading,
+                    "error": self._error,
+                    **self.telemetry.snapshot(now, generations, self.config, self.facts.get("bytes_per_token", 0)),
+                    "races": {
+                        "waiting": sum(c.state == "waiting" for c in comparisons),
+                        "running": any(c.state in ("running", "paused") for c in comparisons),
+                        "paused": any(c.state == "paused" for c in comparisons),
+                    },
+                }
+                self._snapshot["totals"]["restarts"] = self._restarts
+            return self._snapshot
+
+    def close(self) -> None:
+        """End the worker; what is unfinished fails with a sentence."""
+        with self._lock:
+            if self._state == "stopped":
+                return
+            self._stop("The engine was closed.")
+        self._worker.stop()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- checks
+
+    def _encoder(self) -> PromptEncoder:
+        if self.prompts is None:
+            self._check_open()
+            raise EngineNotReady("The model is still loading. Try again in a moment.")
+        return self.prompts
+
+    def _check_open(self) -> None:
+        if self._state == "stopped":
+            raise EngineStopped(self._error or "The engine was closed.")
+
+    def _check_line(self) -> None:
+        waiting = len(self._generations) - self.config.max_batch_size
+        if waiting >= self.config.max_waiting:
+            raise EngineBusy(max(waiting, 0), self._drain_estimate_s())
+
+    def _drain_estimate_s(self) -> float:
+        """Until the line as it stands is served; a guess of 1 token a row and second before anything was measured."""
+        speed = self.telemetry.last_speed or self.config.max_batch_size
+        return max(_owed(list(self._generations.values())) / speed, 1.0)
+
+    # ---- the worker
+
+    def _start_worker(self) -> Worker:
+        worker = HOSTS[self._host](self.config)
+        threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
+        return worker
+
+    def _read(self, worker: Worker) -> None:
+        for message in worker.messages():
+            with self._lock:
+                match message:
+                    case Loading():
+                        self._loading = asdict(message)
+                    case LoadingFailed(text):
+                        self._stop(text)
+                    case Ready():
+                        self._became_ready(message)
+                    case StepReport():
+                        self._take_in(message)
+        with self._lock:
+            if self._state != "stopped":
+                self._worker_lost(worker)
+
+    def _became_ready(self, ready: Ready) -> None:
+        if self.prompts is None:
+            try:
+                tokenizer = load_tokenizer(Path(ready.folder))
+            except LoadingError as error:
+                self._stop(str(error))
+                return
+            self.prompts = PromptEncoder(tokenizer, ready.facts["vocabulary"], ready.facts["context"])
+        self.facts, self._loading, self._state = ready.facts, None, "ready"
+        self._settled.set()
+
+    def _worker_lost(self, worker: Worker) -> None:
+        """Start another worker and hand it what was under way."""
+        worker.stop()
+        self.telemetry.worker_lost()
+        if self._state != "ready":
+            self._stop("The worker that runs the model died while it was loading. See the log; then start again.")
+            return
+        self._state = "restarting"
+        self._restarts += 1
+        self._worker = self._start_worker()
+        for comparison in list(self._comparisons.values()):
+            self._end(comparison, "error", "The engine restarted during this race. Start it again.")
+        for generation in list(self._generations.values()):
+            started = generation.state != "waiting"
+            if started and generation.resumed:
+                self._end(generation, "error", "The engine died twice during this answer. Please send it again.")
+                continue
+            generation.resumed = generation.resumed or started
+            generation.state = "waiting"
+            self._send_sequence(generation)
+
+    def _send_sequence(self, generation: Generation) -> None:
+        # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
+        sequence = generation.sequence
+        self._worker.send(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
+
+    def _take_in(self, report: StepReport) -> None:
+        """Everything one step did, to those it concerns."""
+        touched = {}
+        for slot in report.slots:
+            if slot.state != "retained" and (generation := self._generations.get(slot.request_id)):
+                generation._seated(slot, report.record)
+                touched[generation.id] = generation
+        for token in report.tokens:
+            if generation := self._generations.get(token.request_id):
+                touched[generation.id] = generation
+                if reason := generation._push(token, report.record):
+                    if reason == "stop_sequence" and not token.finish_reason:
+                        self._worker.send(Cancel(generation.id))
+                    self._end(generation, reason)
+        for probe in report.probes:
+            if generation := self._generations.get(probe.request):
+                generation.probes.append(probe)
+        for failure in report.failures:
+            if generation := self._generations.get(failure.request_id):
+                self._end(generation, "error", failure.message)
+        for step in report.race_steps:
+            if comparison := self._comparisons.get(step.request_id):
+                comparison._push(step)
+                if comparison.done:
+                    del self._comparisons[comparison.id]
+        waiting = sum(g.state == "waiting" for g in self._generations.values())
+        self.telemetry.record(report, waiting, self.facts["bytes_per_token"])
+        for generation in touched.values():
+            generation._notify()
+
+    def _end(self, request: Generation | Comparison, reason: str, error: str | None = None) -> None:
+        request._finish(reason, error)
+        if isinstance(request, Generation):
+            del self._generations[request.id]
+            self.telemetry.record_end(request.span())
+        else:
+            del self._comparisons[request.id]
+
+    def _stop(self, message: str) -> None:
+        self._state, self._error, self._loading = "stopped", message, None
+        unfinished: list[Generation | Comparison] = [*self._generations.values(), *self._comparisons.values()]
+        for request in unfinished:
+            self._end(request, "error", message)
+        self._settled.set()
+
+
+def _check_length(prompt_tokens: int, new_tokens: int, name: str, limit: int) -> None:
+    if prompt_tokens + new_tokens > limit:
+        raise ValueError(
+            f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens"
+        )
+
+
+def _owed(generations: list[Generation]) -> int:
+    """Tokens that the engine may still have to make for these."""
+    return sum(g.sequence.params.max_new_tokens - len(g.events) for g in generations)

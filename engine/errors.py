@@ -1,0 +1,30 @@
+"""What can go wrong, as sentences that can be shown to a visitor."""
+
+
+class LoadingError(RuntimeError):
+    """The model cannot be loaded; the message is one line that says what to do."""
+
+
+class EngineBusy(RuntimeError):
+    """The waiting line is full: nothing was queued.
+
+    `retry_after_s` estimates, from the tokens still owed and the speed of the last seconds,
+    when a place will be free.
+    """
+
+    def __init__(self, waiting: int, retry_after_s: float):
+        self.waiting = waiting
+        self.retry_after_s = retry_after_s
+        super().__init__(f"The line is full: {waiting} requests are waiting. Come back in about {retry_after_s:.0f} s.")
+
+
+class GenerationError(RuntimeError):
+    """One request failed; what it had emitted stays readable, and nobody else is affected."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or its worker cannot be started again."""
+
+
+class EngineNotReady(RuntimeError):
+    """The model is still being loaded."""

@@ -1,0 +1,91 @@
+"""From what a caller says to token ids: raw text, ids as they are, or chat messages through the template."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+Prompt = str | list[int] | list[dict[str, str]]
+
+ROLES = ("system", "user", "assistant")
+
+
+class PromptEncoder:
+    """Encodes and checks prompts; every refusal is a `ValueError` with one sentence."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, context: int):
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.context = context
+        # No token stands for more characters than this, so a longer text needs no tokenizer to be refused.
+        self._longest_token = max(len(token) for token in tokenizer.get_vocab())
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of `prompt`: text with the tokenizer's own special tokens, ids unchanged, or a chat."""
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt, add_special_tokens=True)
+        elif isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt):
+            ids = self._encode_text(self._render(prompt), add_special_tokens=False)
+        elif isinstance(prompt, list):
+            ids = self._check_ids(prompt)
+        else:
+            raise ValueError(
+                f"prompt must be text, a list of token ids or a list of chat messages, not {type(prompt).__name__}"
+            )
+        if not ids:
+            raise ValueError("prompt must not be empty")
+        return ids
+
+    def fit_chat(self, messages: SequenceOf[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], int]:
+        """The messages without as many of the oldest turns as the context asks for, and how many were dropped.
+
+        The system message and the last message always stay.
+        """
+        kept = list(messages)
+        first = 1 if kept and kept[0]["role"] == "system" else 0
+        dropped = 0
+        while len(kept) > first + 1 and not self._fits(kept, max_new_tokens):
+            # A turn is a question and its answer; never begin with an answer.
+            end = first + 1
+            while end < len(kept) - 1 and kept[end]["role"] != "user":
+                end += 1
+            dropped += end - first
+            del kept[first:end]
+        return kept, dropped
+
+    def _fits(self, messages: list[dict[str, str]], max_new_tokens: int) -> bool:
+        try:
+            return len(self.encode(messages)) + max_new_tokens <= self.context
+        except TooLong:
+            return False
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not text:
+            raise ValueError("prompt must not be empty")
+        if len(text) > self._longest_token * self.context:
+            raise TooLong(f"prompt is too long: {len(text):,} characters do not fit a context of {self.context} tokens")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt must be valid Unicode text; character {error.start} is half of a surrogate pair"
+            ) from None
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def _render(self, messages: list[Any]) -> str:
+        for message in messages:
+            if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+                raise ValueError(f"each chat message must have a role ({', '.join(ROLES)}) and a text as its content")
+        if not self.tokenizer.chat_template:
+            raise ValueError("this model has no chat template: send a text instead of chat messages")
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _check_ids(self, ids: list[Any]) -> list[int]:
+        if len(ids) > self.context:
+            raise TooLong(f"prompt is too long: {len(ids)} tokens do not fit a context of {self.context}")
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < self.vocabulary:
+                raise ValueError(f"prompt's token ids must be whole numbers from 0 to {self.vocabulary - 1}")
+        return list(ids)
+
+
+class TooLong(ValueError):
+    """The prompt alone is longer than the context."""

@@ -1,0 +1,86 @@
+"""Forwards of the model: prefill a chunk, decode all running rows at once, or naively recompute everything."""
+
+import inspect
+import time
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from engine.kv_cache import KVCache, LayerShape
+from engine.masks import attention_mask
+
+WINDOW_STEP = 64
+
+
+class ModelRunner:
+    """Runs any decoder-only `transformers` model over the slots of a `KVCache`.
+
+    `layer_shapes` says what each layer caches for one token; `forward_ms` adds up the time inside
+    the model, the device synchronised on both sides, until somebody resets it.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        embeddings: Any = model.get_input_embeddings()
+        self.device: torch.device = embeddings.weight.device
+        self.vocabulary: int = embeddings.weight.shape[0]
+        self.forward_ms = 0.0
+        accepted = inspect.signature(model.forward).parameters
+        # transformers renamed the argument in 5.20; this is the one place that knows both names.
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._takes_positions = "position_ids" in accepted
+        self.layer_shapes = self._layer_shapes()
+
+    def prefill(self, cache: KVCache, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
+        """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them."""
+        end = start + len(token_ids)
+        ids = torch.tensor(token_ids, device=self.device)
+        positions = torch.arange(start, end, device=self.device)[None]
+        # From the beginning, plain causal attention will do, for which there are faster kernels than for masks.
+        mask = None if start == 0 else attention_mask(self.model.config, positions, end, self.model.dtype)
+        return self._forward(ids[None], cache.prefill_view(slot, start, ids), positions, mask)[0]
+
+    def decode(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> torch.Tensor:
+        """One token for each of B slots from `first_slot` on, row b at `positions[b]`; logits `[B, vocabulary]`."""
+        ids = torch.tensor(token_ids, device=self.device)
+        where = torch.tensor(positions, device=self.device)
+        # Rounded up, so that shapes repeat.
+        window = min(-(-(max(positions) + 1) // WINDOW_STEP) * WINDOW_STEP, cache.positions)
+        mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
+        return self._forward(ids[:, None], cache.decode_view(ids, where, window, first_slot), where[:, None], mask)
+
+    def naive(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time."""
+        return self._forward(torch.tensor([token_ids], device=self.device))[0]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _layer_shapes(self) -> list[LayerShape]:
+        """What each layer caches for one token, seen in a forward of one token rather than guessed from the config."""
+        cache: Any = DynamicCache(config=self.model.config)
+        self._forward(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        return [
+            LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.keys.dtype, layer.keys.device)
+            for layer in cache.layers
+        ]
+
+    @torch.no_grad()
+    def _forward(self, ids: torch.Tensor, cache=None, positions=None, mask=None) -> torch.Tensor:
+        arguments: dict[str, Any] = {"input_ids": ids.to(self.device), "use_cache": cache is not None}
+        arguments.update(self._last_logits_only)
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        if positions is not None and self._takes_positions:
+            arguments["position_ids"] = positions
+        if mask is None:
+            mask = torch.ones(ids.shape, dtype=torch.bool, device=self.device)
+        self.synchronize()
+        started = time.perf_counter()
+        logits = self.model(attention_mask=mask, **arguments).logits[:, -1].float()
+        self.synchronize()
+        self.forward_ms += 1000 * (time.perf_counter() - started)
+        return logits

@@ -1,0 +1,173 @@
+"""Who waits, who is admitted, and who sits in which slot.
+
+The slots lie in this order: running sequences at `0..B-1` (a decode step is a view of them),
+then prefilling ones, retained prefixes and free slots in any order.
+"""
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.kv_cache import KVCache
+from engine.sequence import Sequence
+
+POSITION_STEP = 64
+MIN_REUSED_TOKENS = 16
+
+
+@dataclass(eq=False)
+class Retained:
+    """A finished sequence's keys and values, kept until the slot is needed: its client's next turn starts there."""
+
+    client: int | None
+    request_id: int
+    token_ids: list[int]
+    released: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Scheduler:
+    """Serves requests in order of arrival, as long as slots and cache positions suffice.
+
+    Admission reserves what a sequence can grow to, so a running sequence never lacks room: the pool
+    holds `slots x positions` tokens, of which `max_tokens` is the most, and a longer sequence
+    leaves room for fewer slots.
+    """
+
+    cache: KVCache
+    max_batch_size: int
+    max_tokens: int
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    prefilling: list[Sequence] = field(default_factory=list)
+    retained: dict[int, Retained] = field(default_factory=dict)  # by slot
+
+    @property
+    def live(self) -> list[Sequence]:
+        return self.running + self.prefilling
+
+    def admit(self) -> None:
+        """Move waiting sequences into slots while they fit; the first that does not fit holds up the others."""
+        while self.waiting and len(self.live) < self.max_batch_size and self._make_room(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self._seat(sequence)
+            self.prefilling.append(sequence)
+
+    def start_running(self, sequence: Sequence) -> None:
+        """A prefilled sequence joins the batch: it moves to the first slot behind the running ones."""
+        self._swap(sequence.slot, len(self.running))
+        self.prefilling.remove(sequence)
+        self.running.append(sequence)
+
+    def release(self, sequence: Sequence, *, retain: bool) -> None:
+        """A sequence leaves. The last running row takes its place, so that the running rows stay together."""
+        retain = retain and sequence.client is not None and sequence.cached_tokens >= MIN_REUSED_TOKENS
+        if not retain:
+            sequence.cached_tokens = 0
+        if sequence in self.running:
+            last, hole = self.running[-1], sequence.slot
+            self._swap(hole, last.slot)
+            self.running[hole] = last
+            self.running.pop()
+        elif sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if retain:
+            ids = sequence.token_ids[: sequence.cached_tokens]
+            self.retained[sequence.slot] = Retained(sequence.client, sequence.request_id, ids)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Shape the pool so that `sequence` fits beside the live ones; False if it cannot."""
+        needed = max(s.max_length for s in [*self.live, sequence])
+        least_slots = len(self.live) + 1
+        doubled, tightest = _double_until(needed, POSITION_STEP), _round_up(needed, POSITION_STEP)
+        shapes = (max(self.cache.positions, doubled), doubled, tightest)
+        positions = next((p for p in shapes if p * least_slots <= self.max_tokens), None)
+        if positions is None:
+            return False
+        # Retained prefixes are worth a slot while memory is to be had.
+        wanted = min(least_slots + len(self.retained), 2 * self.max_batch_size)
+        slots = min(max(self.cache.slots, _double_until(wanted, 1)), self.max_tokens // positions)
+        if (slots, positions) != (self.cache.slots, self.cache.positions):
+            self._reshape(slots, positions)
+        return True
+
+    def _reshape(self, slots: int, positions: int) -> None:
+        occupied = {s.slot for s in self.live}
+        for slot in [slot for slot, kept in self.retained.items() if slot >= slots or len(kept.token_ids) > positions]:
+            del self.retained[slot]
+        for sequence in [s for s in self.prefilling if s.slot >= slots]:
+            target = next(slot for slot in range(slots) if slot not in occupied)
+            occupied.add(target)
+            self.retained.pop(target, None)
+            self._swap(sequence.slot, target)
+        self.cache.resize(slots, positions)
+
+    def _seat(self, sequence: Sequence) -> None:
+        slot, reused = self._reusable(sequence)
+        if slot is None:
+            slot = self._empty_slot()
+        else:
+            del self.retained[slot]
+        sequence.slot, sequence.cached_tokens, sequence.reused_tokens = slot, reused, reused
+
+    def _reusable(self, sequence: Sequence) -> tuple[int | None, int]:
+        """The slot whose retained tokens share the longest beginning with the sequence, and how long that is.
+
+        Only within one client: neither timing nor counters may tell what a stranger typed. At least one
+        token is left to compute, since its logits are needed.
+        """
+        ids = sequence.token_ids[:-1]
+        own = [(slot, kept) for slot, kept in self.retained.items() if kept.client == sequence.client]
+        lengths = {slot: _common_prefix(ids, kept.token_ids) for slot, kept in own}
+        best = max(lengths, key=lambda slot: lengths[slot], default=None)
+        if best is None or lengths[best] < MIN_REUSED_TOKENS:
+            return None, 0
+        return best, lengths[best]
+
+    def _empty_slot(self) -> int:
+        taken = {s.slot for s in self.live} | set(self.retained)
+        # From the running rows on upwards: the sequence will then often be where it has to be to join them.
+        for slot in range(len(self.running), self.cache.slots):
+            if slot not in taken:
+                return slot
+        oldest = min(self.retained, key=lambda slot: self.retained[slot].released)
+        del self.retained[oldest]
+        return oldest
+
+    def _swap(self, first: int, second: int) -> None:
+        if first == second:
+            return
+        by_slot = {s.slot: s for s in self.live}
+        tokens = [self._tokens_in(slot, by_slot) for slot in (first, second)]
+        self.cache.swap(first, second, *tokens)
+        kept_first, kept_second = self.retained.pop(first, None), self.retained.pop(second, None)
+        if kept_first:
+            self.retained[second] = kept_first
+        if kept_second:
+            self.retained[first] = kept_second
+        for old, new in ((first, second), (second, first)):
+            if old in by_slot:
+                by_slot[old].slot = new
+
+    def _tokens_in(self, slot: int, by_slot: dict[int, Sequence]) -> int:
+        if slot in by_slot:
+            return by_slot[slot].cached_tokens
+        return len(self.retained[slot].token_ids) if slot in self.retained else 0
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _double_until(value: int, step: int) -> int:
+    while step < value:
+        step *= 2
+    return step

@@ -1,0 +1,120 @@
+"""What the front remembers of the last minute: steps, requests, probes, cache in use. Never text."""
+
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.generation import Generation
+from engine.wire import Probe, SlotState, StepReport
+
+HISTORY_S = 60.0
+SAMPLE_EVERY_S = 0.5
+SPEED_OVER_S = 5.0
+
+
+class Telemetry:
+    """Fed with step reports by the engine's reader thread; read as plain data by `Engine.snapshot`."""
+
+    def __init__(self) -> None:
+        self.steps: deque[dict] = deque(maxlen=64)
+        self.history: deque[dict] = deque()
+        self.ended: deque[dict] = deque()  # spans of finished requests
+        self.probes: deque[Probe] = deque(maxlen=200)
+        self.slots: list[SlotState] = []
+        self.allocated_bytes = 0
+        self.peak_batch_size = 0
+        self.total_requests = 0
+        self.total_tokens = 0
+        self.last_speed = 0.0  # tokens a second when last anything ran
+        self._emitted: deque[tuple[float, int]] = deque()
+
+    def record(self, report: StepReport, waiting: int, bytes_per_token: int) -> None:
+        """Take in one step."""
+        now, record = time.time(), report.record
+        self.slots, self.allocated_bytes = report.slots, report.allocated_bytes
+        self.probes.extend(report.probes)
+        self.total_tokens += len(report.tokens)
+        self._emitted.append((now, len(report.tokens)))
+        if record.batch_size or record.prefill_tokens:
+            self.peak_batch_size = max(self.peak_batch_size, record.batch_size)
+            self.steps.append(asdict(record))
+            self.last_speed = self.tokens_per_second(now) or self.last_speed
+        live = [slot for slot in report.slots if slot.state != "retained"]
+        if not live or not self.history or now - self.history[-1]["time"] >= SAMPLE_EVERY_S:
+            self._sample(now, live, waiting, bytes_per_token)
+
+    def record_end(self, span: dict) -> None:
+        self.ended.append(span)
+
+    def worker_lost(self) -> None:
+        """The cache is gone with the worker."""
+        self.slots, self.allocated_bytes = [], 0
+
+    def tokens_per_second(self, now: float) -> float:
+        """Over the last seconds; 0 when nothing was emitted in them."""
+        while self._emitted and self._emitted[0][0] < now - SPEED_OVER_S:
+            self._emitted.popleft()
+        tokens = sum(count for _, count in self._emitted)
+        elapsed = max(now - self._emitted[0][0], 1.0) if self._emitted else 1.0
+        return tokens / elapsed
+
+    def forget_old(self, now: float) -> None:
+        while self.history and self.history[0]["time"] < now - HISTORY_S:
+            self.history.popleft()
+        while self.ended and self.ended[0]["ended"] < now - HISTORY_S:
+            self.ended.popleft()
+
+    def snapshot(
+        self, now: float, generations: list[Generation], config: EngineConfig, bytes_per_token: int
+    ) -> dict[str, Any]:
+        """The measured part of the engine's snapshot; `generations` are the unfinished ones."""
+        self.forget_old(now)
+        live = [slot for slot in self.slots if slot.state != "retained"]
+        return {
+            "queue": {
+                "waiting": sum(g.state == "waiting" for g in generations),
+                "running": len(live),
+                "max_batch_size": config.max_batch_size,
+                "peak_batch_size": self.peak_batch_size,
+                "max_waiting": config.max_waiting,
+            },
+            "cache": {
+                "allocated_bytes": self.allocated_bytes,
+                "used_bytes": bytes_per_token * sum(slot.tokens for slot in live),
+                "slots": [_slot(slot) for slot in sorted(self.slots, key=lambda slot: slot.slot)],
+            },
+            "throughput": {"tokens_per_second": self.tokens_per_second(now)},
+            "totals": {"requests": self.total_requests, "tokens": self.total_tokens},
+            "steps": list(self.steps),
+            "requests": sorted([*self.ended, *(g.span() for g in generations)], key=lambda span: span["queued"]),
+            "history": list(self.history),
+            "probes": [asdict(probe) for probe in self.probes],
+        }
+
+    def _sample(self, now: float, live: list[SlotState], waiting: int, bytes_per_token: int) -> None:
+        retained = sum(slot.tokens for slot in self.slots if slot.state == "retained")
+        self.history.append(
+            {
+                "time": now,
+                "allocated_bytes": self.allocated_bytes,
+                "waiting": waiting,
+                "running": sum(slot.state == "running" for slot in live),
+                "tokens_per_second": self.tokens_per_second(now),
+                "used": {str(slot.request_id): slot.tokens * bytes_per_token for slot in live},
+                "retained_bytes": retained * bytes_per_token,
+            }
+        )
+        self.forget_old(now)
+
+
+def _slot(slot: SlotState) -> dict[str, Any]:
+    return {
+        "slot": slot.slot,
+        "state": slot.state,
+        "client": slot.client,
+        "request": slot.request_id,
+        "tokens": slot.tokens,
+        "prompt_tokens": slot.prompt_tokens,
+    }

@@ -1,0 +1,138 @@
+"""What the front and the worker say to each other: token ids and times, never text.
+
+One message is one pickled dataclass on a `multiprocessing.connection.Connection`; both ends belong
+to the same user and are connected by inheritance, never by an address.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.sequence import Sequence
+
+# ---- front to worker
+
+
+@dataclass(frozen=True)
+class Submit:
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End a sequence or a race, wherever it is; unknown ids are ignored (it may have ended already)."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class StartRace:
+    request_id: int
+    prompt_ids: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """End the loop. A worker process is ended by its operating system instead."""
+
+
+# ---- worker to front
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Progress of a stage, in bytes; `total` 0 means that the end is not known."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class LoadingFailed:
+    message: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded; `facts` is the snapshot's `model`, `folder` holds the tokenizer."""
+
+    folder: str
+    facts: dict[str, Any]
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Token:
+    request_id: int
+    token_id: int
+    logprob: float
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One request failed with a sentence for its visitor."""
+
+    request_id: int
+    message: str
+
+
+@dataclass(frozen=True)
+class SlotState:
+    slot: int
+    state: str  # running | prefilling | retained
+    request_id: int
+    client: int | None
+    tokens: int
+    prompt_tokens: int
+    reused_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One naive forward and one cached step, exclusive, batch of one, at the same length."""
+
+    request: int
+    client: int | None
+    length: int
+    naive_ms: float
+    cached_ms: float
+    time: float
+
+
+@dataclass(frozen=True)
+class RaceStep:
+    """One exclusive step of one lane, or (with `lane` None) a change of state only."""
+
+    request_id: int
+    state: str  # running | paused | finished
+    lane: str | None = None
+    token_id: int = 0
+    step_ms: float = 0.0
+    logit_gap: float = 0.0  # between the two best logits, in logits
+
+
+@dataclass
+class StepRecord:
+    """One turn of the engine; milliseconds are exclusive of probes and races."""
+
+    time: float
+    batch_size: int = 0
+    prefill_tokens: int = 0
+    forward_ms: float = 0.0
+    decode_ms: float = 0.0  # all of the turn but the forwards: admission, swaps, choosing
+    step_ms: float = 0.0
+
+
+@dataclass
+class StepReport:
+    """Everything that one `EngineCore.step` did."""
+
+    record: StepRecord
+    tokens: list[Token] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+    race_steps: list[RaceStep] = field(default_factory=list)
+    slots: list[SlotState] = field(default_factory=list)
+    allocated_bytes: int = 0

@@ -1,0 +1,135 @@
+"""The worker's loop: load the model, then turn messages into steps and steps into messages.
+
+The same loop runs in a child process (`python -m engine.worker FD`), or in a thread. It owns the
+device, the weights and the cache, and ends when the other end of the connection is gone.
+"""
+
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import torch
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import LoadingError
+from engine.loading import ModelFiles, context_length, eos_token_ids, load_model, resolve
+from engine.runner import ModelRunner
+from engine.wire import Cancel, Loading, LoadingFailed, Ready, Shutdown, StartRace, Submit
+
+
+def serve(connection: Connection, config: EngineConfig) -> None:
+    """Load, announce `Ready`, then serve until the front is gone or says `Shutdown`."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    try:
+        core, ready = load(connection, config)
+        connection.send(ready)
+        run(core, connection)
+    except LoadingError as error:
+        connection.send(LoadingFailed(str(error)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        connection.close()
+
+
+def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Ready]:
+    """Find and load the model, warm it up; its progress goes to the front and, as a bar, to the terminal."""
+    with _Progress(connection) as progress:
+        files = resolve(config, progress)
+        progress("loading the weights", 0, 0)
+        model = load_model(files, config)
+    runner = ModelRunner(model)
+    end_ids = eos_token_ids(files.folder)
+    core = EngineCore(runner, config, end_ids)
+    return core, Ready(str(files.folder), model_facts(files, runner, config), end_ids)
+
+
+def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig) -> dict:
+    """What snapshots say about the model; sizes in bytes, lengths in tokens."""
+    first, shapes = runner.layer_shapes[0], runner.layer_shapes
+    context = min(config.max_context, config.cache_tokens, context_length(runner.model.config))
+    return {
+        "id": files.id,
+        "name": files.id.rstrip("/").rsplit("/", 1)[-1],
+        "source": files.source,
+        "dtype": str(runner.model.dtype).removeprefix("torch."),
+        "device": str(runner.device),
+        "threads": torch.get_num_threads(),
+        "layers": len(shapes),
+        "kv_heads": first.kv_heads,
+        "head_dim": first.head_dim,
+        "bytes_per_value": first.dtype.itemsize,
+        "bytes_per_token": sum(shape.bytes_per_token for shape in shapes),
+        "context": context,
+        "parameters": sum(parameter.numel() for parameter in runner.model.parameters()),
+        "vocabulary": runner.vocabulary,
+    }
+
+
+def run(core: EngineCore, connection: Connection) -> None:
+    """Step while there is work, sleep on the connection while there is none."""
+    while True:
+        while connection.poll(0 if core.has_work else None):
+            message = connection.recv()
+            if isinstance(message, Shutdown):
+                return
+            _handle(core, message)
+            if not core.has_work:
+                break
+        connection.send(core.step())
+
+
+def _handle(core: EngineCore, message: object) -> None:
+    match message:
+        case Submit(sequence):
+            core.submit(sequence)
+        case Cancel(request_id):
+            core.cancel(request_id)
+        case StartRace():
+            core.start_race(message)
+
+
+class _Progress:
+    """Sends each stage's bytes to the front and draws them in the terminal, one bar a stage."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.bar: tqdm | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.connection.send(Loading(stage, done, total))
+        if self.bar is None or self.bar.desc != f"{stage}: ":
+            self._close_bar()
+            self.bar = tqdm(desc=stage, total=total or None, unit="B", unit_scale=True, file=sys.stderr)
+        self.bar.total = total or None
+        self.bar.n = done
+        self.bar.refresh()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def main() -> None:
+    """Entry of the child process: the connection's descriptor is inherited, the settings come first through it."""
+    # Ctrl-C reaches the whole process group; the front decides what ends when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    serve(connection, connection.recv())
+    sys.stdout.flush()
+    # A worker that is told to end must not wait for libraries' threads.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What several test files need."""
+
+import os
+
+import pytest
+from tiny import save_tiny_model
+
+from engine import Engine, EngineConfig, embedded
+
+# Settings of whoever runs the tests must not change them; the cache folder may be theirs.
+for name in [name for name in os.environ if name.startswith("KVSCOPE_") and name != "KVSCOPE_CACHE"]:
+    del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def embedded_folder():
+    """The converted default model in the ordinary cache folder; fetched once a machine."""
+    return embedded.ensure(EngineConfig().cache_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def tiny_engine(tiny_folder):
+    """Makes engines over the tiny model, in a thread unless told otherwise, and closes them."""
+    engines = []
+
+    def make(host: str = "thread", **settings) -> Engine:
+        config = EngineConfig(model=str(tiny_folder), device="cpu", threads=1, **settings)
+        engines.append(Engine.from_pretrained(config=config, device="cpu", host=host))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
