@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import LoadingError
 from engine.loading import ModelFiles, context_length, eos_token_ids, load_model, resolve
+from engine.packing import pack_linears
 from engine.runner import ModelRunner
 from engine.wire import Cancel, Loading, LoadingFailed, Ready, Shutdown, StartRace, Submit
 
@@ -42,13 +43,15 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
         files = resolve(config, progress)
         progress("loading the weights", 0, 0)
         model = load_model(files, config)
+    parameters = model.num_parameters()
+    pack_linears(model)
     runner = ModelRunner(model)
     end_ids = eos_token_ids(files.folder)
     core = EngineCore(runner, config, end_ids)
-    return core, Ready(str(files.folder), model_facts(files, runner, config), end_ids)
+    return core, Ready(str(files.folder), model_facts(files, runner, config, parameters), end_ids)
 
 
-def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig) -> dict:
+def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig, parameters: int) -> dict:
     """What snapshots say about the model; sizes in bytes, lengths in tokens."""
     first, shapes = runner.layer_shapes[0], runner.layer_shapes
     context = min(config.max_context, config.cache_tokens, context_length(runner.model.config))
@@ -65,7 +68,7 @@ def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig) ->
         "bytes_per_value": first.dtype.itemsize,
         "bytes_per_token": sum(shape.bytes_per_token for shape in shapes),
         "context": context,
-        "parameters": sum(parameter.numel() for parameter in runner.model.parameters()),
+        "parameters": parameters,
         "vocabulary": runner.vocabulary,
     }
 

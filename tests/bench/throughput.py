@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine import Engine, EngineConfig, SamplingParams, embedded
 
 PAGE = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
-TEXT = Path(__file__).with_name("text.txt")
+TEXT = Path(__file__).resolve().parents[2] / "demo/static/two_clocks.txt"
 
 
 def make_requests(tokenizer, count: int) -> list[tuple[list[int], int]]:

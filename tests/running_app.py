@@ -1,0 +1,198 @@
+"""The app as its visitors meet it: `app.py` in a process of its own, on a free port of this machine.
+
+Nothing here outlives its `with` block: the process is asked to end, then made to, and its worker ends with it.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from tiny import save_tiny_model
+from transformers import AutoConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+READY_S = 60
+END_S = 15
+NEVER = 1_000_000  # an id that no token has
+
+
+def eventually(condition: Callable[[], Any], timeout: float = 30, every: float = 0.05) -> Any:
+    """Wait until `condition()` is true; what it returned."""
+    deadline = time.monotonic() + timeout
+    tick = threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"did not happen within {timeout} s"
+        tick.wait(every)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def save_talkative_model(folder: Path, layers: int = 3) -> Path:
+    """The tiny model without an end-of-sequence: it speaks up to its limit, slower with more `layers`."""
+    save_tiny_model(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = layers
+    config.eos_token_id = NEVER
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def environment(model: Path | None, **settings: Any) -> dict[str, str]:
+    """This process's environment without settings of whoever runs the tests, with those of a test."""
+    foreign = ("KVSCOPE_", "GRADIO_", "SPACES_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    if cache := os.environ.get("KVSCOPE_CACHE"):
+        kept["KVSCOPE_CACHE"] = cache
+    if model:
+        kept["KVSCOPE_MODEL"] = str(model)
+    fixed = {
+        "KVSCOPE_DEVICE": "cpu",
+        "GRADIO_SERVER_NAME": "127.0.0.1",
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**kept, **fixed, **{name: str(value) for name, value in settings.items()}}
+
+
+class RunningApp:
+    """One run of the app. `url` ends with a slash; `log` is what it has written so far."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], port: int):
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}/"
+        self._log = tempfile.TemporaryFile(mode="w+")
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**env, "GRADIO_SERVER_PORT": str(port)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+        )
+
+    @property
+    def log(self) -> str:
+        # Read with an offset of its own: the process writes through the same open file.
+        return os.pread(self._log.fileno(), 1_000_000, 0).decode(errors="replace")
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path.lstrip("/"), timeout=20, **options)
+
+    def health(self) -> int | None:
+        """The status of `/healthz`, None while nobody listens."""
+        try:
+            return self.get("healthz").status_code
+        except httpx.TransportError:
+            return None
+
+    def wait_ready(self, timeout: float = READY_S) -> "RunningApp":
+        eventually(lambda: self.process.poll() is not None or self.health() == 200, timeout)
+        assert self.process.poll() is None, f"the app ended with {self.process.returncode}:\n{self.log}"
+        return self
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's snapshot, by the API and without a client's state."""
+        return next(reversed(list(stream(self, "stats"))))
+
+    def queue(self) -> dict[str, int]:
+        return self.stats()["queue"]
+
+    def worker(self) -> psutil.Process:
+        """The process that runs the model."""
+        children = psutil.Process(self.process.pid).children()
+        (worker,) = [child for child in children if "engine.worker" in child.cmdline()]
+        return worker
+
+    def wait_idle(self, timeout: float = 15) -> dict[str, Any]:
+        """Wait until nobody runs or waits; the snapshot then."""
+
+        def idle() -> dict[str, Any] | None:
+            stats = self.stats()
+            busy = stats["queue"]["running"] or stats["queue"]["waiting"] or stats["races"]["running"]
+            return None if busy else stats
+
+        return eventually(idle, timeout, every=0.2)
+
+    def end(self) -> int:
+        """Ask it to end as a host does; its exit status. It is killed if it does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the app did not end within {END_S} s of SIGTERM:\n{self.log}") from None
+
+
+@contextmanager
+def running_app(
+    model: Path | None,
+    *,
+    port: int | None = None,
+    command: Sequence[str] = (sys.executable, "app.py"),
+    ready: bool = True,
+    **settings: Any,
+) -> Iterator[RunningApp]:
+    """The app over `model`, ready unless told otherwise. `settings` are environment variables, by their full names.
+
+    What the app wrote is repeated on this process's stderr, which pytest shows where a test fails.
+    """
+    app = RunningApp(command, environment(model, **{"KVSCOPE_THREADS": 1, **settings}), port or free_port())
+    try:
+        yield app.wait_ready() if ready else app
+    finally:
+        try:
+            app.end()
+        finally:
+            print(app.log, file=sys.stderr)
+
+
+# ---- the API over plain HTTP: POST a call, then read its event stream
+
+
+def stream(app: RunningApp, endpoint: str, *data: Any, timeout: float = 60) -> Iterator[Any]:
+    """The values that `endpoint` streams; `ApiError` with its message if it ends in one."""
+    with httpx.Client(base_url=app.url, timeout=timeout) as client:
+        event_id = client.post(f"gradio_api/call/{endpoint}", json={"data": data}).raise_for_status().json()["event_id"]
+        with client.stream("GET", f"gradio_api/call/{endpoint}/{event_id}") as response:
+            yield from (value for value in map(Events(), response.iter_lines()) if value is not None)
+
+
+class ApiError(Exception):
+    """The error that a call ended in."""
+
+
+class Events:
+    """Parses a call's event stream line by line: its value where the line completes one, else None."""
+
+    def __init__(self) -> None:
+        self.event = ""
+
+    def __call__(self, line: str) -> Any:
+        if line.startswith("event: "):
+            self.event = line.removeprefix("event: ")
+        elif line.startswith("data: ") and self.event in ("generating", "complete", "error"):
+            data = json.loads(line.removeprefix("data: "))
+            if self.event == "error":
+                raise ApiError(data["error"] if isinstance(data, dict) else data)
+            return data[0] if data else None
+        return None
