@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from demo.lanes import WINDOW_S, phases
@@ -72,7 +73,7 @@ def _whole_axis(lengths: Iterable[float]) -> int:
 def _milliseconds(traces: list[Any], x_top: int, slowest: float, labels: list[dict[str, Any]]) -> dict:
     return figure(
         traces,
-        height=232,
+        height=192,
         x={"range": [0, x_top], "nticks": 5},
         y={"range": [0, nice_ceiling(1.15 * slowest)], "nticks": 4},
         annotations=[unit("ms a token, by tokens in context"), *labels],
@@ -86,27 +87,30 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     now = snapshot["time"]
     history = [*(entry for entry in snapshot["history"] if entry["time"] > now - WINDOW_S - 1), _present(snapshot)]
     clients = {entry["request"]: entry["client"] for entry in snapshot["requests"]}
-    requests = sorted({int(request) for entry in history for request in entry["used"]})
+    lives = {
+        request: _life(history, request, now) for request in sorted({r for e in history for r in e["used"]}, key=int)
+    }
+    # Stacked areas need the same places on the axis: every sample, and the edges of every request's life.
+    places = sorted({e["time"] - now for e in history} | {x for life in lives.values() for x, _ in life})
     traces = [
         _area(
+            places,
             [(entry["time"] - now, entry["retained_bytes"] / 1e6) for entry in history],
             "kept for the next turn: %{y:.1f} MB<extra></extra>",
             line={"color": "var(--muted)", "width": 0},
             fillpattern={"shape": "/", "fgcolor": "var(--muted)", "bgcolor": "var(--soft)", "size": 6},
         )
     ]
-    for request in requests:
-        color = f"var(--{stranger(request)})"
-        points = [(e["time"] - now, e["used"][str(request)] / 1e6) for e in history if str(request) in e["used"]]
-        # A request comes and goes at once: without these edges its area would slope to the next sample.
-        points = [(points[0][0] - EDGE_S, 0.0), *points, (points[-1][0] + EDGE_S, 0.0)]
+    for request, life in lives.items():
+        color = f"var(--{stranger(int(request))})"
         traces.append(
             _area(
-                points,
+                places,
+                life,
                 "%{y:.1f} MB<extra></extra>",
                 line={"color": color, "width": 0},
                 fillcolor=color,
-                meta={"client": clients.get(request)},
+                meta={"client": clients.get(int(request))},
             )
         )
     reserved = max(entry["allocated_bytes"] for entry in history) / 1e6
@@ -130,7 +134,7 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     y, shift = (reserved, 2) if shown else (top, -16)
     return figure(
         traces,
-        height=184,
+        height=160,
         x=_seconds_axis(),
         y={"range": [0, top], "nticks": 4},
         annotations=[*labels, label(name, 0, y, "var(--muted)", yshift=shift)],
@@ -146,10 +150,18 @@ def _present(snapshot: dict[str, Any]) -> dict[str, Any]:
     return {"time": snapshot["time"], "used": used, "retained_bytes": kept, "allocated_bytes": reserved}
 
 
-def _area(points: Sequence[Point], hover: str, **style: Any) -> go.Scatter:
+def _life(history: Sequence[dict[str, Any]], request: str, now: float) -> list[Point]:
+    """Megabytes of one request at each sample; it comes and goes at once, so upright edges stand at both ends."""
+    points = [(e["time"] - now, e["used"][request] / 1e6) for e in history if request in e["used"]]
+    return [(points[0][0] - EDGE_S, 0.0), *points, (points[-1][0] + EDGE_S, 0.0)]
+
+
+def _area(places: Sequence[float], points: Sequence[Point], hover: str, **style: Any) -> go.Scatter:
+    """A layer of the stack, with a value at every place: its own line between its points, nothing outside them."""
+    values = np.interp(places, [x for x, _ in points], [y for _, y in points], left=0, right=0)
     return go.Scatter(
-        x=[round(x, 2) for x, _ in points],
-        y=[round(y, 3) for _, y in points],
+        x=[round(x, 2) for x in places],
+        y=[round(y, 3) for y in values.tolist()],
         mode="lines",
         stackgroup="bytes",
         hovertemplate=hover,
@@ -178,7 +190,7 @@ def batch(snapshot: dict[str, Any], lanes: dict[int, int]) -> dict:
     count = max(FEWEST_LANES, max(lanes.values(), default=0) + 1)
     return figure(
         [_bars(phase, bars) for phase, bars in spans.items()],
-        height=208,
+        height=176,
         x=_seconds_axis(),
         y={"range": [count - 0.5, -0.5], "showgrid": False, "tickvals": [], "fixedrange": True},
         barmode="overlay",

@@ -30,7 +30,7 @@ class Race:
 
     async def start(self, name: str, new_tokens: int, request: gr.Request) -> AsyncIterator[dict[str, Any]]:
         """Run one race and show it as it goes."""
-        yield {"state": "waiting", "caption": caption(new_tokens)}
+        yield {"state": "waiting", "caption": caption(new_tokens), "prompt": self.prompts.get(name)}
         try:
             with self._streams.place(request):
                 comparison = self._engine.compare(self.prompts[name], new_tokens, client=request.session_hash)

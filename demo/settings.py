@@ -1,7 +1,9 @@
 """The page's own settings: environment variables with the prefix `KVSCOPE_`, beside the engine's."""
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine.config import read_settings
 
 
 class PageSettings(BaseSettings):
@@ -22,10 +24,5 @@ class PageSettings(BaseSettings):
 
 
 def load_settings() -> PageSettings:
-    """Settings from the environment; `ValueError` with one line naming what is wrong."""
-    try:
-        return PageSettings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"KVSCOPE_{name.upper()}: {first['msg']} (got {first['input']!r})") from None
+    """The page's settings from the environment; `ValueError` with one line on what is wrong."""
+    return read_settings(PageSettings)

@@ -53,7 +53,7 @@ def speed_value(measured: Measurements) -> dict[str, Any]:
         "at": f"measured at {length:,} tokens",
         "cached_ms": cached_ms,
         "naive_ms": naive_ms,
-        "measured": f"measured {count} time{'s' if count > 1 else ''}",
+        "measured": f"measured {count} times" if count > 1 else "measured once",
         "explanation": explanation(length, naive_ms, cached_ms, crossing(measured.naive, measured.cached)),
         "figure": figures.speed(measured.naive, measured.cached, measured.shared, measured.others),
     }

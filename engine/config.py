@@ -1,10 +1,12 @@
 """The engine's settings: environment variables with the prefix `KVSCOPE_`, or keyword arguments."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class EngineConfig(BaseSettings):
@@ -38,9 +40,14 @@ class EngineConfig(BaseSettings):
 
 
 def load_config(**overrides) -> EngineConfig:
-    """Settings from the environment and `overrides`; `ValueError` with one line naming what is wrong."""
+    """The engine's settings from the environment and `overrides`; `ValueError` with one line on what is wrong."""
+    return read_settings(EngineConfig, **overrides)
+
+
+def read_settings(kind: type[Settings], **overrides) -> Settings:
+    """Any group of `KVSCOPE_` settings; `ValueError` with one line naming the variable, what is wrong and its value."""
     try:
-        return EngineConfig(**overrides)
+        return kind(**overrides)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

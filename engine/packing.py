@@ -28,6 +28,10 @@ def pack_linears(model: nn.Module) -> None:
         return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            weight = child.weight if type(child) is nn.Linear else None
-            if weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32:
+            # Not its subclasses, which may compute something else.
+            if isinstance(child, nn.Linear) and type(child) is nn.Linear and _packable(child.weight):
                 setattr(parent, name, PackedLinear(child))
+
+
+def _packable(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -109,8 +109,14 @@ class RunningApp:
         return self
 
     def stats(self) -> dict[str, Any]:
-        """The engine's snapshot, by the API and without a client's state."""
-        return next(reversed(list(stream(self, "stats"))))
+        """The engine's snapshot as of now: the app makes one four times a second, so it may take that long."""
+        asked = time.time()
+
+        def fresh() -> dict[str, Any] | None:
+            (snapshot,) = stream(self, "stats")
+            return snapshot if snapshot["time"] >= asked else None
+
+        return eventually(fresh)
 
     def queue(self) -> dict[str, int]:
         return self.stats()["queue"]
@@ -129,7 +135,7 @@ class RunningApp:
             busy = stats["queue"]["running"] or stats["queue"]["waiting"] or stats["races"]["running"]
             return None if busy else stats
 
-        return eventually(idle, timeout, every=0.2)
+        return eventually(idle, timeout)
 
     def end(self) -> int:
         """Ask it to end as a host does; its exit status. It is killed if it does not."""
@@ -168,21 +174,42 @@ def running_app(
 
 # ---- the API over plain HTTP: POST a call, then read its event stream
 
-
-def stream(app: RunningApp, endpoint: str, *data: Any, timeout: float = 60) -> Iterator[Any]:
-    """The values that `endpoint` streams; `ApiError` with its message if it ends in one."""
-    with httpx.Client(base_url=app.url, timeout=timeout) as client:
-        event_id = client.post(f"gradio_api/call/{endpoint}", json={"data": data}).raise_for_status().json()["event_id"]
-        with client.stream("GET", f"gradio_api/call/{endpoint}/{event_id}") as response:
-            yield from (value for value in map(Events(), response.iter_lines()) if value is not None)
+DEFAULTS = {
+    "max_new_tokens": 128,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 50,
+    "repetition_penalty": 1.0,
+    "seed": None,
+}
 
 
 class ApiError(Exception):
-    """The error that a call ended in."""
+    """What a call was refused with."""
 
 
-class Events:
-    """Parses a call's event stream line by line: its value where the line completes one, else None."""
+def generate_data(prompt: Any, **overrides: Any) -> list[Any]:
+    """The inputs of `/generate` in its order; over plain HTTP there are no defaults."""
+    return [prompt, *{**DEFAULTS, **overrides}.values()]
+
+
+def stream(app: RunningApp, endpoint: str, *data: Any, timeout: float = 60) -> Iterator[Any]:
+    """The values that `endpoint` streams; `ApiError` if it ends in one. Closing the iterator disconnects."""
+    with httpx.Client(base_url=app.url, timeout=timeout) as client:
+        # Not httpx's own encoder: lone surrogates, NaN and infinities have to get through to the app.
+        body = json.dumps({"data": data})
+        call = f"gradio_api/call/{endpoint}"
+        response = client.post(call, content=body, headers={"content-type": "application/json"})
+        event_id = response.raise_for_status().json()["event_id"]
+        with client.stream("GET", f"{call}/{event_id}") as events:
+            parse = EventParser()
+            for line in events.iter_lines():
+                if (value := parse(line)) is not None:
+                    yield value
+
+
+class EventParser:
+    """Takes an event stream line by line; gives the value that a line carries, else None."""
 
     def __init__(self) -> None:
         self.event = ""

@@ -10,10 +10,11 @@ export function mount({ element, props, watch }) {
   const root = document.documentElement;
 
   watch("value", () => {
-    const { state, lanes = [], caption, notice, verdict, figure: drawn } = props.value;
+    const { state, lanes = [], caption, notice, verdict, prompt, figure: drawn } = props.value;
     if (state === "waiting" && root.dataset.race !== "waiting") wake();
     root.dataset.race = state;
     say(part.caption, caption);
+    if (prompt) for (const name of ["naive", "cached"]) say(part[`${name}-prompt`], lastSentence(prompt));
     for (const lane of lanes) showLane(part, lane);
     if (state === "waiting" && !lanes.length) clear(part, figure);
     say(part.notice, notice ?? "");
@@ -27,8 +28,8 @@ function showLane(part, { name, text, tokens, target, total_s, ms_per_token, sta
   const speed = ms_per_token ? ` · ${(1000 / ms_per_token).toFixed(1)} tokens/s · ${total_s.toFixed(1)} s` : "";
   say(part[`${name}-said`], tokens || state === "running" ? `${tokens} of ${target}${speed}` : "waiting for its turn");
   say(part[`${name}-text`], text);
-  part[`${name}-text`].toggleAttribute("data-writing", state === "running");
-  part[`${name}-text`].scrollTop = part[`${name}-text`].scrollHeight;
+  part[`${name}-page`].toggleAttribute("data-writing", state === "running");
+  part[`${name}-page`].scrollTop = part[`${name}-page`].scrollHeight;
   part[`${name}-bar`].style.width = `${(100 * tokens) / target}%`;
 }
 
@@ -40,4 +41,10 @@ function clear(part, figure) {
 function clockOf(lanes, name) {
   const lane = lanes.find((candidate) => candidate.name === name);
   return lane?.total_s ? `${lane.total_s.toFixed(1)} s` : "–";
+}
+
+/** The end of the prompt, enough to see what the lanes go on from. */
+function lastSentence(text) {
+  const start = text.slice(0, -2).search(/[^.!?]*$/);
+  return start > 0 ? `…${text.slice(start)}` : text;
 }

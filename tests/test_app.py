@@ -1,0 +1,468 @@
+"""The running app over HTTP: its API, its refusals, its limits, and how it starts and ends."""
+
+import asyncio
+import json
+import math
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+from running_app import (
+    ROOT,
+    ApiError,
+    EventParser,
+    RunningApp,
+    eventually,
+    generate_data,
+    running_app,
+    save_talkative_model,
+    stream,
+)
+
+CONTEXT = 4096
+BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory) -> Path:
+    return save_talkative_model(tmp_path_factory.mktemp("talkative"))
+
+
+@pytest.fixture(scope="module")
+def app(talkative) -> Iterator[RunningApp]:
+    with running_app(talkative, KVSCOPE_MAX_CONTEXT=CONTEXT, KVSCOPE_MAX_BATCH_SIZE=BATCH) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def client(app) -> Client:
+    return Client(app.url, verbose=False)
+
+
+def generate(app: RunningApp, prompt: Any, **overrides: Any) -> list[str]:
+    """Everything that `/generate` streams."""
+    return list(stream(app, "generate", *generate_data(prompt, **overrides)))
+
+
+def assert_grows(texts: list[str]) -> None:
+    assert len(texts) > 2, texts
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert len(texts[-1]) > len(texts[0])
+
+
+# ---- plain HTTP
+
+
+def test_metrics_are_prometheus_text_without_anybodys_words(app):
+    generate(app, "my secret words", max_new_tokens=5)
+    app.stats()  # what is published is up to a quarter of a second old; now it is not
+    response = app.get("metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    values = dict(re.findall(r"^(kvscope_\w+) (\S+)$", response.text, re.MULTILINE))
+    assert float(values["kvscope_ready"]) == 1
+    assert float(values["kvscope_requests_total"]) >= 1 and float(values["kvscope_tokens_total"]) >= 5
+    assert {"kvscope_requests_waiting", "kvscope_requests_running", "kvscope_worker_restarts_total"} <= set(values)
+    for path in ("metrics", "kvscope/live"):
+        assert "secret" not in app.get(path).text
+    assert "secret" not in json.dumps(app.stats())
+    assert "secret" not in app.log
+
+
+@pytest.mark.parametrize("path", ["gradio_api/upload", "upload", "gradio_api/upload/"])
+def test_uploads_are_refused(app, path):
+    response = httpx.post(app.url + path, files={"files": ("a.txt", b"text")})
+    assert (response.status_code, response.text) == (403, "This page takes no files.")
+
+
+def test_plotly_comes_from_here_and_may_be_kept(app):
+    response = app.get("kvscope/plotly.min.js")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/javascript")
+    assert re.search(r"public, max-age=\d{5,}", response.headers["cache-control"])
+    assert b"plotly.js" in response.content[:200]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "kvscope/../../requirements.txt",
+        "kvscope/%2e%2e/%2e%2e/requirements.txt",
+        "kvscope/..%2f..%2frequirements.txt",
+        "kvscope//etc/passwd",
+        "kvscope/%2fetc%2fpasswd",
+        "gradio_api/file=requirements.txt",
+        "gradio_api/file=app.py",
+        "gradio_api/file=demo/../requirements.txt",
+        f"gradio_api/file={ROOT}/requirements.txt",
+        "gradio_api/file=/etc/passwd",
+        "gradio_api/file=/proc/self/environ",
+        "static/../../requirements.txt",
+        "static/..%2f..%2f..%2frequirements.txt",
+        "theme.css/../../requirements.txt",
+    ],
+)
+def test_no_file_of_the_server_can_be_fetched(app, path):
+    # By hand: clients tidy such paths up before they send them.
+    host = {"Host": f"127.0.0.1:{app.port}"}
+    url = httpx.URL(app.url).copy_with(raw_path=f"/{path}".encode())
+    response = httpx.get(url, headers=host)
+    assert response.status_code in (400, 403, 404), response.text[:200]
+    assert not re.search(r"gradio>=|root:|import spaces|KVSCOPE_", response.text)
+
+
+# ---- the API as its clients use it
+
+
+def test_only_the_four_endpoints_are_listed(client):
+    api = client.view_api(return_format="dict", print_info=False)
+    assert set(api["named_endpoints"]) == {"/generate", "/chat", "/compare", "/stats"}
+    assert not api["unnamed_endpoints"]
+    parameters = {p["parameter_name"]: p for p in api["named_endpoints"]["/generate"]["parameters"]}
+    assert list(parameters) == [
+        "prompt", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed",
+    ]  # fmt: skip
+    assert [name for name, p in parameters.items() if not p["parameter_has_default"]] == ["prompt"]
+
+
+def test_generate_streams_growing_text_and_ends_with_all_of_it(client):
+    job = client.submit("Once", max_new_tokens=400, temperature=1.0, seed=11, api_name="/generate")
+    texts = list(job)
+    assert_grows(texts)
+    again = client.predict("Once", max_new_tokens=400, temperature=1.0, seed=11, api_name="/generate")
+    assert again == texts[-1] == job.result()
+    other = client.predict("Once", max_new_tokens=400, temperature=1.0, seed=12, api_name="/generate")
+    assert other != again
+
+
+def test_generate_needs_nothing_but_a_prompt(app, client):
+    before = app.stats()["totals"]["tokens"]
+    assert client.predict("Once", api_name="/generate")
+    assert app.stats()["totals"]["tokens"] - before == 128
+
+
+def test_generate_is_greedy_at_temperature_zero(app):
+    first, second = (generate(app, "abc", max_new_tokens=40, temperature=0, seed=seed)[-1] for seed in (1, 2))
+    assert first == second
+
+
+def test_chat_answers_after_a_history(client):
+    texts = list(client.submit("hello", api_name="/chat"))
+    assert_grows(texts)
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    assert client.predict("and now?", history, api_name="/chat")
+
+
+def test_compare_streams_and_ends_in_a_verdict(client):
+    *progress, verdict = list(client.submit("The lighthouse", 24, api_name="/compare"))
+    assert progress and {"state", "lanes"} <= set(progress[0])
+    assert set(verdict) == {"conditions", "lanes", "ratio", "identical", "first_difference"}
+    naive, cached = verdict["lanes"]
+    assert (naive["name"], cached["name"]) == ("naive", "cached")
+    assert naive["tokens"] == cached["tokens"] == 24
+    assert verdict["ratio"] == pytest.approx(naive["ms_per_token"] / cached["ms_per_token"])
+    assert verdict["identical"] is True and verdict["first_difference"] is None
+
+
+def test_stats_are_a_dict_as_the_contract_says(client):
+    stats = client.predict(api_name="/stats")
+    assert set(stats) >= {"model", "queue", "cache", "throughput", "totals", "steps", "worker"}
+    assert set(stats["model"]) >= {
+        "id", "source", "dtype", "device", "layers", "kv_heads", "head_dim", "bytes_per_token",
+    }  # fmt: skip
+    assert set(stats["queue"]) >= {"waiting", "running", "max_batch_size", "peak_batch_size"}
+    assert set(stats["cache"]) >= {"allocated_bytes", "used_bytes", "slots"}
+    assert stats["queue"]["max_batch_size"] == BATCH and stats["worker"] == "ready"
+
+
+# ---- bad input
+
+WHOLE = r"{} must be a whole number from {} to \d+, not "
+REFUSED = {
+    "empty prompt": (generate_data(""), "prompt must not be empty"),
+    "null prompt": (generate_data(None), "prompt must be text, not NoneType"),
+    "list as prompt": (generate_data(["a"]), "prompt must be text, not list"),
+    "number as prompt": (generate_data(3), "prompt must be text, not int"),
+    "too long": (
+        generate_data("a" * CONTEXT),
+        rf"prompt \({CONTEXT} tokens\) and max_new_tokens \(128\) must together be at most {CONTEXT} tokens",
+    ),
+    "too many tokens": (generate_data("a", max_new_tokens=CONTEXT), rf"together be at most {CONTEXT} tokens"),
+    "a megabyte": (generate_data("a" * 1_000_000), rf"1,000,000 characters do not fit a context of {CONTEXT} tokens"),
+    "no tokens": (generate_data("a", max_new_tokens=0), WHOLE.format("max_new_tokens", 1) + "0"),
+    "negative tokens": (generate_data("a", max_new_tokens=-5), WHOLE.format("max_new_tokens", 1) + "-5"),
+    "huge tokens": (generate_data("a", max_new_tokens=10**30), WHOLE.format("max_new_tokens", 1) + "1000"),
+    "NaN tokens": (generate_data("a", max_new_tokens=math.nan), WHOLE.format("max_new_tokens", 1) + "nan"),
+    "a string of tokens": (generate_data("a", max_new_tokens="7"), WHOLE.format("max_new_tokens", 1) + "'7'"),
+    "null tokens": (generate_data("a", max_new_tokens=None), WHOLE.format("max_new_tokens", 1) + "None"),
+    "half a token": (generate_data("a", max_new_tokens=1.5), WHOLE.format("max_new_tokens", 1) + "1.5"),
+    "NaN temperature": (generate_data("a", temperature=math.nan), "temperature must be a number from 0 to 100, not nan"),
+    "infinite temperature": (generate_data("a", temperature=math.inf), "temperature must be a number from 0 to 100"),
+    "negative temperature": (generate_data("a", temperature=-0.1), "temperature must be a number from 0 to 100"),
+    "worded temperature": (generate_data("a", temperature="hot"), "temperature must be a number from 0 to 100"),
+    "no top_p": (generate_data("a", top_p=0), "top_p must be a number above 0 and at most 1, not 0"),
+    "top_p of 2": (generate_data("a", top_p=2), "top_p must be a number above 0 and at most 1, not 2"),
+    "negative top_k": (generate_data("a", top_k=-1), WHOLE.format("top_k", 0) + "-1"),
+    "list as top_k": (generate_data("a", top_k=[1]), WHOLE.format("top_k", 0)),
+    "no penalty": (generate_data("a", repetition_penalty=0), "repetition_penalty must be a number above 0"),
+    "negative penalty": (generate_data("a", repetition_penalty=-1), "repetition_penalty must be a number above 0"),
+    "negative seed": (generate_data("a", seed=-1), WHOLE.format("seed", 0) + "-1"),
+    "huge seed": (generate_data("a", seed=2**63), WHOLE.format("seed", 0)),
+    "worded seed": (generate_data("a", seed="lucky"), WHOLE.format("seed", 0) + "'lucky'"),
+    "seed that is true": (generate_data("a", seed=True), WHOLE.format("seed", 0) + "True"),
+}
+REFUSED_ELSEWHERE = {
+    "empty message": ("chat", ["  ", None], "message must not be empty"),
+    "null message": ("chat", [None, None], "message must be text, not NoneType"),
+    "worded history": ("chat", ["hi", "before"], "history must be a list"),
+    "unknown role": ("chat", ["hi", [{"role": "god", "content": "x"}]], "by system, user or assistant"),
+    "turn without text": ("chat", ["hi", [{"role": "user", "content": None}]], "history content must be text"),
+    "pairs as history": ("chat", ["hi", [["a", "b"]]], "history must be a list"),
+    "long message": ("chat", ["a" * CONTEXT, None], rf"must together be at most {CONTEXT} tokens"),
+    "race without prompt": ("compare", ["", 8], "prompt must not be empty"),
+    "race with a list": ("compare", [["a"], 8], "prompt must be text, not list"),
+    "race over nothing": ("compare", ["a", 0], WHOLE.format("new_tokens", 1) + "0"),
+    "race over a word": ("compare", ["a", "far"], WHOLE.format("new_tokens", 1) + "'far'"),
+    "race too long": ("compare", ["a" * 600, 8], r"prompt \(600 tokens\) and new_tokens \(8\) .* at most 512 tokens"),
+}
+ALL_REFUSED = {**{name: ("generate", *case) for name, case in REFUSED.items()}, **REFUSED_ELSEWHERE}
+
+
+def test_bad_input_gets_a_sentence_and_queues_nothing(app, subtests):
+    before, logged = app.stats(), len(app.log)
+    for name, (endpoint, data, sentence) in ALL_REFUSED.items():
+        with subtests.test(name):
+            with pytest.raises(ApiError, match=sentence) as refusal:
+                list(stream(app, endpoint, *data))
+            assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 200
+            # What comes after it is served.
+            assert generate(app, "good", max_new_tokens=1)
+    after = app.stats()
+    assert after["totals"]["requests"] - before["totals"]["requests"] == len(ALL_REFUSED)
+    assert after["races"] == {"waiting": 0, "running": False, "paused": False}
+    # A refusal is not a crash: nothing about it is logged.
+    assert app.log[logged:] == ""
+
+
+def test_a_refusal_reaches_python_clients_as_a_sentence(client):
+    with pytest.raises(AppError, match="temperature must be a number from 0 to 100, not 101"):
+        client.predict("a", temperature=101, api_name="/generate")
+
+
+def test_halves_of_a_character_are_read_as_question_marks(app):
+    broken = generate(app, "half \ud83d of a smile", max_new_tokens=20, seed=4)[-1]
+    assert broken == generate(app, "half ? of a smile", max_new_tokens=20, seed=4)[-1]
+
+
+def test_control_characters_are_text(app):
+    assert generate(app, "nul \x00, bell \x07, \u202e\u0301", max_new_tokens=4)[-1]
+
+
+# ---- many at once
+
+
+class Crowd:
+    """Many streams at once, each from a network address of its own, over plain HTTP."""
+
+    def __init__(self, app: RunningApp, count: int, new_tokens: int):
+        self.app, self.count, self.new_tokens = app, count, new_tokens
+        self.texts: list[str] = []
+        self.failures: list[BaseException] = []
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._all()))
+
+    def __enter__(self) -> "Crowd":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._thread.join()
+
+    @property
+    def served(self) -> bool:
+        return not self._thread.is_alive()
+
+    async def _all(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.app.url, timeout=90, limits=limits) as http:
+            results = await asyncio.gather(*(self._one(http, n) for n in range(self.count)), return_exceptions=True)
+        self.failures = [result for result in results if isinstance(result, BaseException)]
+        self.texts = [result for result in results if isinstance(result, str)]
+
+    async def _one(self, http: httpx.AsyncClient, number: int) -> str:
+        data = generate_data(f"visitor {number}", max_new_tokens=self.new_tokens, seed=number)
+        headers = {"X-Forwarded-For": f"10.1.{number // 250}.{number % 250 + 1}"}
+        response = await http.post("gradio_api/call/generate", json={"data": data}, headers=headers)
+        event_id = response.raise_for_status().json()["event_id"]
+        text, parse = "", EventParser()
+        async with http.stream("GET", f"gradio_api/call/generate/{event_id}", headers=headers) as events:
+            async for line in events.aiter_lines():
+                value = parse(line)
+                text = text if value is None else value
+        return text
+
+
+def assert_a_crowd_is_served(app: RunningApp) -> None:
+    before = app.stats()["totals"]
+    most_waiting = most_here = 0
+    with Crowd(app, 100, new_tokens=60) as crowd:
+        while not crowd.served:
+            queue = app.queue()
+            most_waiting = max(most_waiting, queue["waiting"])
+            most_here = max(most_here, queue["waiting"] + queue["running"])
+    assert crowd.failures == [] and len(crowd.texts) == 100
+    assert all(crowd.texts)
+    stats = app.stats()
+    # All of them stood in the engine's line, none in Gradio's.
+    assert most_waiting > 50 and most_here > 80
+    assert stats["queue"]["peak_batch_size"] == stats["queue"]["max_batch_size"] == BATCH
+    assert stats["totals"]["requests"] - before["requests"] == 100
+    assert stats["totals"]["tokens"] - before["tokens"] == 100 * 60
+    assert "queue is full" not in app.log.lower() and "Traceback" not in app.log
+    # Nobody's words depend on the crowd.
+    assert generate(app, "visitor 7", max_new_tokens=60, seed=7)[-1] in crowd.texts
+
+
+def test_a_hundred_streams_at_once(app):
+    assert_a_crowd_is_served(app)
+
+
+def test_a_hundred_streams_at_once_on_zerogpu(talkative):
+    command = (sys.executable, str(ROOT / "tests" / "on_zerogpu.py"))
+    settings = {"SPACES_ZERO_GPU": "true", "SPACES_ZERO_DEVICE_API_URL": "http://127.0.0.1:9"}
+    with running_app(talkative, command=command, KVSCOPE_MAX_BATCH_SIZE=BATCH, **settings) as app:
+        assert_a_crowd_is_served(app)
+
+
+def test_one_address_cannot_take_every_place(talkative):
+    with running_app(talkative, KVSCOPE_MAX_PER_ADDRESS=2, KVSCOPE_MAX_CONTEXT=CONTEXT) as app:
+        with closing(long_stream(app)) as first, closing(long_stream(app)) as second:
+            assert next(first) is not None and next(second) is not None
+            with pytest.raises(ApiError, match="address already has 2 requests here"):
+                generate(app, "third", max_new_tokens=3)
+        app.wait_idle()
+        assert generate(app, "third", max_new_tokens=3)
+
+
+# ---- a short line, and those who leave
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Iterator[RunningApp]:
+    """One row, one place in line, and a model that takes its time."""
+    model = save_talkative_model(tmp_path_factory.mktemp("slow"), layers=12)
+    with running_app(
+        model, KVSCOPE_MAX_CONTEXT=CONTEXT, KVSCOPE_MAX_BATCH_SIZE=1, KVSCOPE_MAX_WAITING=1, KVSCOPE_PROBE_SHARE=0
+    ) as app:
+        yield app
+
+
+def long_stream(app: RunningApp, new_tokens: int = 3500) -> Iterator[str]:
+    return stream(app, "generate", *generate_data("on and on", max_new_tokens=new_tokens, seed=1))
+
+
+def test_who_leaves_is_cancelled_and_a_full_line_says_when_to_come_back(narrow):
+    reader, in_line = long_stream(narrow), long_stream(narrow)
+    next(text for text in reader if text)
+    next(in_line)
+    eventually(lambda: narrow.queue()["waiting"] == 1)
+
+    requests = narrow.stats()["totals"]["requests"]
+    with pytest.raises(ApiError, match=r"The line is full: .* Come back in about \d+ s\."):
+        generate(narrow, "no room", max_new_tokens=3)
+    assert narrow.stats()["totals"]["requests"] == requests
+
+    in_line.close()
+    eventually(lambda: narrow.queue()["waiting"] == 0, timeout=5)
+    reader.close()
+    stats = narrow.wait_idle(timeout=5)
+    left, waited = stats["requests"][-2:]
+    assert left["finish_reason"] == waited["finish_reason"] == "cancelled"
+    assert 0 < left["tokens"] < 3500 and waited["tokens"] == 0
+    assert generate(narrow, "room again", max_new_tokens=3)
+
+
+def test_a_race_whose_reader_leaves_is_cancelled(narrow):
+    race = stream(narrow, "compare", "The lighthouse", 400)
+    next(value for value in race if any(lane["tokens"] for lane in value["lanes"]))
+    assert narrow.stats()["races"]["running"]
+    race.close()
+    narrow.wait_idle(timeout=5)
+
+
+def test_a_killed_worker_is_replaced_and_the_stream_goes_on_token_for_token(narrow):
+    restarts = narrow.stats()["totals"]["restarts"]
+    undisturbed = list(long_stream(narrow, 600))[-1]
+    disturbed = long_stream(narrow, 600)
+    seen = [next(text for text in disturbed if text)]
+    narrow.worker().send_signal(signal.SIGKILL)
+    seen += disturbed
+    assert len(seen[0]) < len(undisturbed)
+    assert all(after.startswith(before) for before, after in pairwise(seen))
+    assert seen[-1] == undisturbed
+    stats = narrow.stats()
+    assert stats["totals"]["restarts"] == restarts + 1 and stats["worker"] == "ready"
+    assert stats["requests"][-1]["finish_reason"] == "length" and stats["requests"][-1]["tokens"] == 600
+
+
+# ---- starting and ending
+
+AS_SCRIPT = (sys.executable, "app.py")
+BY_RUNPY = (sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='__main__')")
+
+
+@pytest.mark.parametrize("command", [AS_SCRIPT, BY_RUNPY], ids=["script", "runpy"])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_it_starts_says_when_it_is_ready_and_ends_without_a_rest(talkative, command, signal_number):
+    with running_app(talkative, command=command, ready=False) as app:
+        # The worker is held while it loads, so that there is time to ask.
+        worker = eventually(lambda: worker_of(app), timeout=60, every=0.01)
+        worker.suspend()
+        eventually(lambda: app.health() is not None, timeout=60)
+        response = app.get("healthz")
+        assert response.status_code == 503 and response.json() == {"status": "loading"}
+        assert app.get("").status_code == 200
+        with pytest.raises(ApiError, match="still loading"):
+            generate(app, "early", max_new_tokens=3)
+        if signal_number == signal.SIGTERM:
+            worker.resume()
+            app.wait_ready()
+            assert app.get("healthz").json() == {"status": "ready"}
+        app.process.send_signal(signal_number)
+        assert app.process.wait(15) == 0
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        assert "Traceback" not in app.log
+
+
+def worker_of(app: RunningApp) -> psutil.Process | None:
+    try:
+        return app.worker()
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"KVSCOPE_MAX_BATCH_SIZE": "many"}, "KVSCOPE_MAX_BATCH_SIZE: .*'many'"),
+        ({"KVSCOPE_MAX_PER_ADDRESS": "0"}, "KVSCOPE_MAX_PER_ADDRESS: .*greater than or equal to 1"),
+    ],
+)
+def test_a_bad_setting_ends_it_with_one_line_that_names_it(talkative, settings, named):
+    with running_app(talkative, ready=False, **settings) as app:
+        assert app.process.wait(60) == 2
+        assert re.fullmatch(named + r".*\n", app.log), app.log
+
+
+def test_a_missing_model_ends_it_with_one_line(tmp_path):
+    with running_app(tmp_path / "nowhere", ready=False) as app:
+        assert app.process.wait(60) == 1
+        assert re.fullmatch(r".*nowhere.*\n", app.log), app.log
