@@ -21,7 +21,7 @@ from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingErro
 from engine.generation import Generation
 from engine.hosts import HOSTS, Worker
 from engine.loading import load_tokenizer
-from engine.params import MAX_SEED, SamplingParams
+from engine.params import MAX_SEED, SamplingParams, whole_number
 from engine.prompts import Prompt, PromptEncoder
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
@@ -72,7 +72,8 @@ class Engine:
         if quantization is not None:
             raise ValueError(f"quantization must be None: this engine has no {quantization!r} weights yet")
         config = config or load_config()
-        engine = cls(config.model_copy(update={"model": model or config.model, "device": device}), host)
+        asked = {"model": model, "device": None if device == "auto" else device}
+        engine = cls(config.model_copy(update={name: value for name, value in asked.items() if value}), host)
         try:
             engine.wait_ready()
         except BaseException:
@@ -137,19 +138,19 @@ class Engine:
 
     def compare(self, prompt: Prompt, new_tokens: int, client: Hashable | None = None) -> Comparison:
         """Race naive against cached decoding of `prompt` for `new_tokens` tokens; refusals as in `submit`."""
-        params = SamplingParams(max_new_tokens=new_tokens)
         encoder = self._encoder()
-        ids = encoder.encode(prompt)
         limit = min(self.config.max_race_tokens, encoder.context)
-        _check_length(len(ids), params.max_new_tokens, "new_tokens", limit)
+        new_tokens = whole_number("new_tokens", new_tokens, 1, limit)
+        ids = encoder.encode(prompt)
+        _check_length(len(ids), new_tokens, "new_tokens", limit)
         with self._lock:
             self._check_open()
             if len(self._comparisons) >= MAX_RACES:
                 raise EngineBusy(len(self._comparisons), self._drain_estimate_s() + 10.0 * len(self._comparisons))
-            lanes = [Lane(name, Detokenizer(encoder.tokenizer), params.max_new_tokens) for name in ("naive", "cached")]
+            lanes = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in ("naive", "cached")]
             comparison = Comparison(next(self._ids), len(ids), lanes, self.facts, self)
             self._comparisons[comparison.id] = comparison
-            self._worker.send(StartRace(comparison.id, ids, params.max_new_tokens))
+            self._worker.send(StartRace(comparison.id, ids, new_tokens))
         return comparison
 
     def cancel(self, request: Generation | Comparison) -> None:
@@ -304,7 +305,8 @@ class Engine:
 
     def _take_in(self, report: StepReport) -> None:
         """Everything one step did, to those it concerns."""
-        touched = {}
+        touched: dict[int, Generation] = {}
+        delivered = 0
         for slot in report.slots:
             if slot.state != "retained" and (generation := self._generations.get(slot.request_id)):
                 generation._seated(slot, report.record)
@@ -312,6 +314,7 @@ class Engine:
         for token in report.tokens:
             if generation := self._generations.get(token.request_id):
                 touched[generation.id] = generation
+                delivered += 1
                 if reason := generation._push(token, report.record):
                     if reason == "stop_sequence" and not token.finish_reason:
                         self._worker.send(Cancel(generation.id))
@@ -328,7 +331,7 @@ class Engine:
                 if comparison.done:
                     del self._comparisons[comparison.id]
         waiting = sum(g.state == "waiting" for g in self._generations.values())
-        self.telemetry.record(report, waiting, self.facts["bytes_per_token"])
+        self.telemetry.record(report, delivered, waiting, self.facts["bytes_per_token"])
         for generation in touched.values():
             generation._notify()
 

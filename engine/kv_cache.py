@@ -131,7 +131,7 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    # transformers before 5.20 asks for the same number under this name.
+    # Older releases of transformers ask for the same number under this name.
     get_max_cache_shape = get_max_length
 
 

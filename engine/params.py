@@ -56,6 +56,11 @@ class SamplingParams:
         return bool(self.do_sample or self.temperature is not None or self.top_k or self.top_p < 1)
 
 
+def whole_number(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an integer from `low` to `high`; `ValueError` names it and the range."""
+    return int(_number(name, value, **_whole(low, high)) or 0)
+
+
 def _number(
     name: str, value: Any, *, low: float, high: float, integral: bool, above_low: bool, optional: bool
 ) -> int | float | None:

@@ -30,13 +30,13 @@ class Telemetry:
         self.last_speed = 0.0  # tokens a second when last anything ran
         self._emitted: deque[tuple[float, int]] = deque()
 
-    def record(self, report: StepReport, waiting: int, bytes_per_token: int) -> None:
-        """Take in one step."""
+    def record(self, report: StepReport, delivered: int, waiting: int, bytes_per_token: int) -> None:
+        """Take in one step. `delivered` leaves out tokens that a worker made past a stop string."""
         now, record = time.time(), report.record
         self.slots, self.allocated_bytes = report.slots, report.allocated_bytes
         self.probes.extend(report.probes)
-        self.total_tokens += len(report.tokens)
-        self._emitted.append((now, len(report.tokens)))
+        self.total_tokens += delivered
+        self._emitted.append((now, delivered))
         if record.batch_size or record.prefill_tokens:
             self.peak_batch_size = max(self.peak_batch_size, record.batch_size)
             self.steps.append(asdict(record))

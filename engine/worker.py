@@ -97,20 +97,23 @@ def _handle(core: EngineCore, message: object) -> None:
 
 
 class _Progress:
-    """Sends each stage's bytes to the front and draws them in the terminal, one bar a stage."""
+    """Sends each stage's bytes to the front, and tells the terminal: a bar where the end is known, else a line."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
+        self.stage = ""
         self.bar: tqdm | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         self.connection.send(Loading(stage, done, total))
-        if self.bar is None or self.bar.desc != f"{stage}: ":
+        if stage != self.stage and not total:
+            print(f"{stage} ...", file=sys.stderr, flush=True)
+        if self.bar is None or self.bar.total != total or stage != self.stage:
             self._close_bar()
-            self.bar = tqdm(desc=stage, total=total or None, unit="B", unit_scale=True, file=sys.stderr)
-        self.bar.total = total or None
-        self.bar.n = done
-        self.bar.refresh()
+            self.bar = tqdm(desc=stage, total=total, unit="B", unit_scale=True, file=sys.stderr) if total else None
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+        self.stage = stage
 
     def __enter__(self) -> "_Progress":
         return self

@@ -78,7 +78,7 @@ class RunningApp:
     def __init__(self, command: Sequence[str], env: dict[str, str], port: int):
         self.port = port
         self.url = f"http://127.0.0.1:{port}/"
-        self._log = tempfile.TemporaryFile(mode="w+")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (read for as long as this object lives)
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -205,7 +205,10 @@ REFUSED = {
     "a string of tokens": (generate_data("a", max_new_tokens="7"), WHOLE.format("max_new_tokens", 1) + "'7'"),
     "null tokens": (generate_data("a", max_new_tokens=None), WHOLE.format("max_new_tokens", 1) + "None"),
     "half a token": (generate_data("a", max_new_tokens=1.5), WHOLE.format("max_new_tokens", 1) + "1.5"),
-    "NaN temperature": (generate_data("a", temperature=math.nan), "temperature must be a number from 0 to 100, not nan"),
+    "NaN temperature": (
+        generate_data("a", temperature=math.nan),
+        "temperature must be a number from 0 to 100, not nan",
+    ),
     "infinite temperature": (generate_data("a", temperature=math.inf), "temperature must be a number from 0 to 100"),
     "negative temperature": (generate_data("a", temperature=-0.1), "temperature must be a number from 0 to 100"),
     "worded temperature": (generate_data("a", temperature="hot"), "temperature must be a number from 0 to 100"),

@@ -65,6 +65,7 @@ export class Figure {
   async draw() {
     if (!this.figure || !this.node.clientWidth) return;
     const Plotly = await loadPlotly();
+    if (!this.figure) return; // emptied while the library was on its way
     const style = getComputedStyle(this.node);
     const data = resolveColors(this.figure.data.map(markYours), style);
     const layout = resolveColors(this.figure.layout, style);

@@ -1,0 +1,221 @@
+"""A visitor's conversation in a real browser: typing, streaming, stopping, and what may go wrong."""
+
+import re
+
+import pytest
+from pages import (
+    ANSWER,
+    FIGURES,
+    NOTE,
+    ask,
+    prompt_field,
+    set_new_tokens,
+    wait_for_growth,
+    wait_until_answered,
+)
+from playwright.sync_api import Page, expect
+from running_app import eventually, free_port, running_app
+
+
+def test_text_grows_and_the_panel_moves(page: Page, app):
+    expect(page.locator("#cache-growth .empty")).to_be_visible()
+    ask(page, "Why is the sky dark at night?")
+    wait_for_growth(page, ANSWER)
+    expect(page.locator('#speed-now [data-part="ratio"]')).to_have_text(re.compile(r"^\d+(\.\d)?×$"))
+    expect(page.locator('#speed-now [data-part="count"]')).to_have_text(re.compile(r"without, measured \d+ times?"))
+    page.wait_for_function(f"document.querySelector('{FIGURES['speed']}').data.some(({{ y }}) => y.some((v) => v > 0))")
+    # The stacked areas are the traces of requests: `meta` says whose each is.
+    page.wait_for_function(
+        f"document.querySelector('{FIGURES['cache']}').data?.some(({{ meta, y }}) => meta && y.some((v) => v > 0))"
+    )
+    page.wait_for_function(
+        f"document.querySelector('{FIGURES['batch']}').data?.some(({{ x }}) => x.some((v) => v > 0))"
+    )
+    note = wait_until_answered(page)
+    assert re.fullmatch(r"256 tokens · first after [\d.]+ s · [\d.]+ tokens/s · cut at its limit", note)
+    assert app.stats()["requests"][-1]["tokens"] == 256
+    expect(page.locator('#conversation [data-part="context"]')).to_have_text(re.compile("of 2,048 tokens of context"))
+
+
+def test_stop_stops(page: Page, app):
+    ask(page, "Tell me everything.", new_tokens=1024)
+    wait_for_growth(page, ANSWER)
+    page.locator("#stop").click()
+    assert wait_until_answered(page).endswith("stopped")
+    request = app.wait_idle(timeout=5)["requests"][-1]
+    assert request["finish_reason"] == "cancelled" and 0 < request["tokens"] < 1024
+    # What was written stays, and the conversation goes on.
+    assert page.locator(ANSWER).inner_text()
+    set_new_tokens(page, 8)
+    ask(page, "And in short?")
+    assert wait_until_answered(page).startswith("8 tokens")
+
+
+def test_a_closed_page_is_cancelled(open_page, app):
+    page = open_page(app)
+    ask(page, "Tell me everything.", new_tokens=1024)
+    page.context.close()
+    request = app.wait_idle(timeout=5)["requests"][-1]
+    assert request["finish_reason"] == "cancelled" and request["tokens"] < 1024
+
+
+def test_shift_and_enter_breaks_the_line(page: Page):
+    field = prompt_field(page)
+    field.fill("one")
+    field.press("Shift+Enter")
+    field.type("two")
+    expect(field).to_have_value("one\ntwo")
+    expect(page.locator("#conversation article")).to_have_count(0)
+    field.press("Enter")
+    expect(page.locator("#conversation article.user .text")).to_have_text("one\ntwo")
+    expect(field).to_have_value("")
+
+
+def test_retry_edit_copy_and_new_chat(open_page, app):
+    page = open_page(app, permissions=["clipboard-read", "clipboard-write"])
+    articles, answer = page.locator("#conversation article"), page.locator(ANSWER)
+    ask(page, "What is a lighthouse?", new_tokens=40)
+    wait_until_answered(page)
+
+    page.locator("article.user").get_by_role("button", name="Copy").click()
+    eventually(lambda: page.evaluate("navigator.clipboard.readText()") == "What is a lighthouse?")
+
+    first = answer.text_content()
+    page.get_by_role("button", name="Retry").click()
+    # A new seed each time: forty random bytes do not come twice.
+    page.wait_for_function("([s, old]) => document.querySelector(s)?.textContent !== old", arg=[ANSWER, first])
+    wait_until_answered(page)
+    expect(articles).to_have_count(2)
+    assert answer.text_content() and answer.text_content() != first
+
+    page.get_by_role("button", name="Edit").click()
+    expect(articles).to_have_count(0)
+    expect(prompt_field(page)).to_have_value("What is a lighthouse?")
+    prompt_field(page).press("Enter")
+    expect(answer).not_to_be_empty()
+    wait_until_answered(page)
+
+    page.get_by_role("button", name="New chat").click()
+    expect(articles).to_have_count(0)
+    expect(page.get_by_role("heading", name="Ask a small model something.")).to_be_visible()
+    expect(prompt_field(page)).to_have_value("")
+
+
+def test_a_starter_is_asked_at_one_click(page: Page):
+    page.get_by_role("button", name="A haiku").click()
+    expect(page.locator("#conversation article.user .text")).to_have_text("Write a haiku about memory.")
+    expect(page.locator(ANSWER)).not_to_be_empty()
+
+
+@pytest.mark.parametrize(
+    "text, notice",
+    [("   ", r"The prompt is empty: write at least one character\."), ("a" * 9_000, r"must together be at most 2048")],
+    ids=["blank", "too long"],
+)
+def test_a_refused_prompt_says_why_and_is_kept(page: Page, text, notice):
+    prompt_field(page).fill(text)
+    prompt_field(page).press("Enter")
+    said = page.locator('#conversation [data-part="notice"]')
+    expect(said).to_have_text(re.compile(notice))
+    expect(said).to_be_in_viewport()
+    expect(prompt_field(page)).to_have_value(text)
+    expect(page.locator("#conversation article")).to_have_count(0)
+    ask(page, "A better one")
+    expect(said).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    "label, value, notice",
+    [("Seed (empty: a new one each time)", "lucky", "seed must be a whole number from 0, or empty, not 'lucky'")],
+)
+def test_a_refused_setting_says_why(page: Page, label, value, notice):
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label(label).fill(value)
+    prompt_field(page).fill("hello")
+    prompt_field(page).press("Enter")
+    expect(page.locator('#conversation [data-part="notice"]')).to_have_text(notice)
+    expect(prompt_field(page)).to_have_value("hello")
+
+
+HOSTILE = (
+    "<img src=x onerror='window.pwned=1'><script>window.pwned=2</script> ${window.pwned=3} {{window.pwned=4}} "
+    "![picture](http://example.invalid/a.png) [link](javascript:window.pwned=5) \u202egnp.exe"
+)
+
+
+def test_a_hostile_prompt_is_only_text(page: Page):
+    ask(page, HOSTILE)
+    wait_until_answered(page)
+    expect(page.locator("#conversation article.user .text")).to_have_text(HOSTILE)
+    assert page.locator("#conversation").locator("img, script, iframe, svg, a").count() == 0
+    assert page.evaluate("window.pwned") is None
+
+
+def test_a_hostile_answer_is_only_text(page: Page):
+    # What a model says cannot be told it; the function that shows it can.
+    found = page.evaluate(
+        """async (text) => {
+            const { markdown } = await import('/kvscope/markdown.js');
+            const box = document.querySelector('#conversation [data-part="messages"]');
+            box.replaceChildren(...markdown(`# ${text}\\n- ${text}\\n\\n**${text}**\\n\\n\\`${text}\\`\\n\\n` +
+                '```\\n' + text + '\\n```'));
+            return [...box.querySelectorAll('*')].map((node) => node.tagName).filter((tag) =>
+                !['H4', 'UL', 'LI', 'P', 'STRONG', 'EM', 'CODE', 'PRE'].includes(tag));
+        }""",
+        HOSTILE,
+    )
+    assert found == []
+    expect(page.locator('#conversation [data-part="messages"]')).to_contain_text("window.pwned=2")
+    assert page.evaluate("window.pwned") is None
+
+
+def test_two_browsers_share_one_batch(open_page, app):
+    app.wait_idle()
+    pages = [open_page(app), open_page(app)]
+    for page in pages:
+        set_new_tokens(page, 600)
+    for page in pages:
+        ask(page, "Tell me a long story.")
+    stats = eventually(lambda: (s := app.stats())["queue"]["running"] == 2 and s)
+    assert stats["queue"]["peak_batch_size"] >= 2
+    assert len({slot["client"] for slot in stats["cache"]["slots"] if slot["state"] == "running"}) == 2
+    for page in pages:
+        assert "shared its batch with 1 other" in wait_until_answered(page)
+
+
+REFUSED = r"Failed to load resource|ERR_|Failed to fetch|Connection|EventSource|network error"
+
+
+def test_a_page_survives_a_restart_of_the_server(open_page, slow_model):
+    port = free_port()
+    with running_app(slow_model, port=port) as app:
+        page = open_page(app, provokes=REFUSED)
+        ask(page, "Remember this.", new_tokens=20)
+        wait_until_answered(page)
+    banner = page.locator('#header [data-part="banner"]')
+    expect(banner).to_be_visible()
+    expect(banner).to_contain_text("The connection is lost.")
+    expect(page.locator("#conversation article")).to_have_count(2)
+    with running_app(slow_model, port=port):
+        expect(banner).to_be_hidden()
+        ask(page, "Are you there?")
+        wait_until_answered(page)
+        expect(page.locator(NOTE)).to_have_count(2)
+        page.context.close()
+
+
+def test_the_real_model_speaks_and_says_what_it_reads(open_page, embedded_folder):
+    with running_app(embedded_folder, KVSCOPE_THREADS=0) as app:
+        page = open_page(app)
+        page.get_by_role("button", name="Why a cache?").click()
+        expect(page.locator(ANSWER)).to_have_text(re.compile("[a-z]{3,} [a-z]{2,} "))
+        expect(page.locator('#speed-now [data-part="ratio"]')).to_have_text(re.compile(r"^\d+(\.\d)?×$"))
+        page.locator("#stop").click()
+        wait_until_answered(page)
+        page.get_by_role("button", name="A long page").click()
+        expect(page.locator('#conversation [data-part="label"]')).to_have_text(
+            re.compile(r"^reading \d+ of [\d,]+ tokens")
+        )
+        page.locator("#stop").click()
+        assert wait_until_answered(page).startswith("0 tokens")
+        page.context.close()

@@ -1,0 +1,93 @@
+"""The panels beside the chat: the race, the visitors, and figures that stand still while data arrives."""
+
+import re
+
+import pytest
+from pages import FIGURES, ask, count_updates, set_new_tokens, wait_until_answered, watch_frames
+from playwright.sync_api import Page, expect
+from running_app import eventually
+
+
+def test_a_race_from_start_to_verdict(page: Page, app):
+    race = page.locator("#race")
+    race.get_by_text("48", exact=True).click()
+    race.locator("#race-start").click()
+    for lane in ("naive", "cached"):
+        expect(race.locator(f'[data-part="{lane}-said"]')).to_have_text(
+            re.compile(r"^48 of 48 · [\d.]+ tokens/s · [\d.]+ s$")
+        )
+        expect(race.locator(f'[data-part="{lane}-text"]')).not_to_be_empty()
+    expect(race.locator('[data-part="same"]')).to_have_text("48 of 48")
+    expect(race.locator('[data-part="ratio"]')).to_have_text(re.compile(r"^\d+\.\d×$"))
+    expect(race.locator('[data-part="notice"]')).to_be_hidden()
+    expect(race.locator("#race-start")).to_be_visible()
+    texts = [race.locator(f'[data-part="{lane}-text"]').text_content() for lane in ("naive", "cached")]
+    assert texts[0] == texts[1]
+    lengths = page.locator(FIGURES["race"]).evaluate("node => node.data.map(({ x }) => x.length)")
+    assert lengths == [49, 49]
+    assert not app.stats()["races"]["running"]
+
+
+def test_a_race_can_be_stopped(page: Page, app):
+    race = page.locator("#race")
+    race.get_by_text("Two clocks").click()
+    race.get_by_text("160 tokens").click()
+    race.locator("#race-start").click()
+    expect(race.locator('[data-part="cached-text"]')).not_to_be_empty()
+    race.locator("#race-stop").click()
+    expect(race.locator('[data-part="notice"]')).to_have_text("Stopped before the end: no verdict.")
+    app.wait_idle(timeout=5)
+
+
+def test_visitors_fill_the_batch(page: Page, app):
+    page.locator("#visitors").click()
+    eventually(lambda: app.queue()["running"] > 1)
+    assert app.queue()["peak_batch_size"] > 1
+    expect(page.locator("#visitors-said")).to_contain_text("6 came.")
+    expect(page.locator('#batch-timeline [data-part="caption"]')).to_have_text(re.compile(r"^[1-9]\d* of 16 rows"))
+    # Each has a lane of its own.
+    page.wait_for_function(f"new Set(document.querySelector('{FIGURES['batch']}').data.at(-1).y).size >= 6")
+
+
+@pytest.mark.parametrize("figure", ["cache", "batch", "speed"])
+def test_a_figure_keeps_its_zoom_while_data_arrives(page: Page, app, figure):
+    set_new_tokens(page, 1024)
+    ask(page, "Tell me a long story.")
+    node = page.locator(FIGURES[figure])
+    page.wait_for_function(f"document.querySelector('{FIGURES[figure]}').data?.some(({{ x }}) => x.length)")
+    node.scroll_into_view_if_needed()
+    whole = node.evaluate("node => [...node.layout.xaxis.range]")
+    count_updates(page, FIGURES[figure])
+    box = node.locator(".nsewdrag").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.3 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], middle, steps=5)
+    page.mouse.up()
+    page.wait_for_function(
+        f"(from) => document.querySelector('{FIGURES[figure]}').layout.xaxis.range[0] > from", arg=whole[0]
+    )
+    zoomed = node.evaluate("node => [...node.layout.xaxis.range]")
+    updates = page.evaluate("window.updates")
+    page.wait_for_function("(updates) => window.updates >= updates + 2", arg=updates)
+    assert node.evaluate("node => [...node.layout.xaxis.range]") == zoomed
+    assert page.locator("html[data-answering]").count() == 1, "data no longer arrived"
+    page.locator("#stop").click()
+    wait_until_answered(page)
+
+
+def test_nothing_jumps_while_text_streams(page: Page, app):
+    watch_frames(
+        page,
+        """['composer', 'chat', 'speed-now', 'cache-growth', 'batch-timeline', 'race'].map((id) => {
+            const { x, y, width, height } = document.getElementById(id).getBoundingClientRect();
+            return [id, x, y, width, height].join(' ');
+        })""",
+    )
+    ask(page, "Why is the sky dark at night?")
+    page.locator("#visitors").click()
+    expect(page.locator('#speed-now [data-part="ratio"]')).to_have_text(re.compile("×"))
+    expect(page.locator("#visitors-said")).to_contain_text("came")
+    wait_until_answered(page)
+    seen = page.evaluate("window.seen")
+    assert len(seen) == 1, "\n".join(seen)

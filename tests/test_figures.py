@@ -1,0 +1,121 @@
+"""The figures are pure functions: data in, Plotly figure out."""
+
+import json
+
+import pytest
+
+from demo import figures
+from demo.lanes import assign_lanes, phases
+from demo.plot import nice_ceiling
+from demo.speed import crossing, explanation
+
+NOW = 1_000.0
+MB = 1_000_000
+
+
+def span(request: int, queued: float, ended: float | None = None, client: int = 1) -> dict:
+    return {
+        "request": request,
+        "client": client,
+        "queued": NOW + queued,
+        "prefill": NOW + queued + 1,
+        "decode": NOW + queued + 2,
+        "ended": None if ended is None else NOW + ended,
+        "prompt_tokens": 10,
+        "tokens": 20,
+    }
+
+
+def sample(time: float, used: dict[str, int], retained: int = 0) -> dict:
+    return {"time": NOW + time, "allocated_bytes": 10 * MB, "used": used, "retained_bytes": retained}
+
+
+def snapshot(requests: list[dict], history: list[dict]) -> dict:
+    slot = {"slot": 0, "state": "running", "request": 2, "client": 7, "tokens": 3}
+    return {
+        "time": NOW,
+        "model": {"bytes_per_token": MB},
+        "cache": {"allocated_bytes": 10 * MB, "slots": [slot]},
+        "requests": requests,
+        "history": history,
+    }
+
+
+def cache_figure() -> dict:
+    history = [
+        sample(-20, {"1": MB}),
+        sample(-15, {"1": 2 * MB, "2": MB}),
+        sample(-10, {"2": 2 * MB}, retained=2 * MB),
+    ]
+    return figures.cache(snapshot([span(1, -21, -12), span(2, -16, client=7)], history))
+
+
+def test_stacked_areas_stand_on_common_places_and_hold_the_measured_values():
+    kept, first, second, reserved = cache_figure()["data"]
+    assert list(kept["x"]) == list(first["x"]) == list(second["x"])
+    at = dict(zip(first["x"], first["y"], strict=True))
+    assert (at[-20.0], at[-15.0], at[-10.0], at[0.0]) == (1, 2, 0, 0)
+    at = dict(zip(second["x"], second["y"], strict=True))
+    assert (at[-20.0], at[-15.0], at[-10.0], at[0.0]) == (0, 1, 2, 3)
+    assert second["meta"] == {"client": 7}
+    assert max(reserved["y"]) == 10
+
+
+def test_a_request_comes_and_goes_at_once():
+    _, first, *_ = cache_figure()["data"]
+    rising = [y for x, y in zip(first["x"], first["y"], strict=True) if -20.02 < x < -20]
+    falling = [y for x, y in zip(first["x"], first["y"], strict=True) if -15 < x < -14.98]
+    assert rising == [0.0] and falling == [0.0]
+
+
+def test_the_axis_holds_what_is_used_and_names_what_it_leaves_out():
+    figure = cache_figure()
+    low, high = figure["layout"]["yaxis"]["range"]
+    assert low == 0 and high >= 10
+    assert any(note["text"] == "reserved" for note in figure["layout"]["annotations"])
+    assert figures.cache({**snapshot([], []), "cache": {"allocated_bytes": 0, "slots": []}}) is None
+
+
+def test_every_request_has_a_lane_of_its_own_for_its_whole_life():
+    requests = [span(1, -25, -5), span(2, -20), span(3, -4)]
+    lanes = assign_lanes(requests, {}, NOW)
+    assert lanes[1] != lanes[2]
+    assert lanes[3] == lanes[1], "the lane is free again"
+    later = assign_lanes(requests[1:], lanes, NOW + 30)
+    assert later[2] == lanes[2] and later[3] == lanes[3]
+
+
+def test_bars_tell_waiting_reading_and_writing_apart():
+    requests = [span(1, -20, -5), span(2, -10, client=7)]
+    figure = figures.batch(snapshot(requests, []), assign_lanes(requests, {}, NOW))
+    bars = {trace["name"]: trace for trace in figure["data"]}
+    assert list(bars["waiting"]["x"]) == list(bars["prefill"]["x"]) == [1, 1]
+    assert list(bars["decode"]["x"]) == [13, 8]
+    assert [row[0] for row in bars["decode"]["customdata"]] == [1, 7]
+    assert [phase for phase, *_ in phases(requests[0], NOW)] == ["waiting", "prefill", "decode"]
+
+
+def test_speed_shows_measured_points_only():
+    figure = figures.speed([(100, 200.0), (50, 100.0)], [(50, 30.0), (100, 31.0)], [(60, 80.0)], others=3)
+    shared, cached, naive = figure["data"]
+    assert list(naive["x"]) == [50, 100] and list(naive["y"]) == [100, 200]
+    assert list(cached["y"]) == [30, 31] and list(shared["y"]) == [80]
+    names = [note["text"] for note in figure["layout"]["annotations"]]
+    assert {"without the cache", "with the cache", "step shared with 3 others"} <= set(names)
+    json.dumps(figure, allow_nan=False, default=list)
+
+
+def test_a_cache_that_does_not_pay_is_not_talked_up():
+    assert "does not pay yet" in explanation(20, 30.0, 31.0, None)
+    crossed_at = crossing([(100, 20.0), (200, 40.0)], [(100, 30.0), (200, 30.0)])
+    assert "crossed at 150" in explanation(200, 90.0, 31.0, crossed_at)
+
+
+@pytest.mark.parametrize(("value", "ceiling"), [(0, 1), (0.9, 1), (1.2, 1.5), (61, 80), (450, 600), (999, 1000)])
+def test_axes_end_at_round_numbers(value, ceiling):
+    assert nice_ceiling(value) == pytest.approx(ceiling)
+
+
+def test_the_race_figure_adds_up_each_lanes_clock():
+    naive, cached = figures.race([100.0, 200.0], [50.0], 4)["data"]
+    assert list(naive["y"]) == pytest.approx([0, 0.1, 0.3]) and list(cached["y"]) == pytest.approx([0, 0.05])
