@@ -95,13 +95,8 @@ class Comparison:
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The verdict: `conditions`, `lanes`, `ratio` (naive to cached milliseconds a token), `identical`,
         `first_difference`. `TimeoutError` if it is not there in time, `GenerationError` if there is none."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        version = self._signal.version
-        while not self.done:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"race {self.id} did not end within {timeout} s")
-            version = self._signal.wait(version, left)
+        if not self._signal.wait_for(lambda: self.done, timeout):
+            raise TimeoutError(f"race {self.id} did not end within {timeout} s")
         if self.state != "finished":
             raise GenerationError(self.error or "the race was cancelled")
         naive, cached = self._lanes["naive"], self._lanes["cached"]

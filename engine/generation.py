@@ -118,13 +118,8 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end. `TimeoutError` after `timeout` seconds, `GenerationError` if it failed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        version = self._signal.version
-        while not self.done:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"generation {self.id} did not end within {timeout} s")
-            version = self._signal.wait(version, left)
+        if not self._signal.wait_for(lambda: self.done, timeout):
+            raise TimeoutError(f"generation {self.id} did not end within {timeout} s")
         self._raise_if_failed()
         return self.result_so_far()
 

@@ -27,7 +27,7 @@ class ModelRunner:
         self.vocabulary: int = embeddings.weight.shape[0]
         self.forward_ms = 0.0
         accepted = inspect.signature(model.forward).parameters
-        # transformers renamed it: 5.17 knows the old name only, 5.24 warns of it. This is the one place that knows both.
+        # Renamed in transformers: 5.17 knows the old name only, 5.24 warns of it. Only here both are known.
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._takes_positions = "position_ids" in accepted

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 
 class Signal:
@@ -25,6 +26,11 @@ class Signal:
         with self._condition:
             self._condition.wait_for(lambda: self.version != seen, timeout)
             return self.version
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Block until `condition()` holds after some change, at most `timeout` seconds; whether it does."""
+        with self._condition:
+            return self._condition.wait_for(condition, timeout)
 
     async def wait_async(self, seen: int, timeout: float | None = None) -> int:
         """The same for a task of a running event loop."""
