@@ -66,6 +66,7 @@ export class Figure {
     if (!this.figure || !this.node.clientWidth) return;
     const Plotly = await loadPlotly();
     if (!this.figure) return; // emptied while the library was on its way
+    if (this.node._dragging) return; // a redraw would break off the zoom; the next update draws
     const style = getComputedStyle(this.node);
     const data = resolveColors(this.figure.data.map(markYours), style);
     const layout = resolveColors(this.figure.layout, style);

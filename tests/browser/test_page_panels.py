@@ -30,7 +30,6 @@ def test_a_race_from_start_to_verdict(page: Page, app):
 
 def test_a_race_can_be_stopped(page: Page, app):
     race = page.locator("#race")
-    race.get_by_text("Two clocks").click()
     race.get_by_text("160 tokens").click()
     race.locator("#race-start").click()
     expect(race.locator('[data-part="cached-text"]')).not_to_be_empty()
@@ -62,6 +61,10 @@ def test_a_figure_keeps_its_zoom_while_data_arrives(page: Page, app, figure):
     middle = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + 0.3 * box["width"], middle)
     page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=5)
+    # Whoever drags slowly drags while data arrives.
+    for _ in range(2):
+        page.wait_for_event("response", lambda response: "kvscope/live" in response.url)
     page.mouse.move(box["x"] + 0.7 * box["width"], middle, steps=5)
     page.mouse.up()
     page.wait_for_function(
@@ -77,6 +80,7 @@ def test_a_figure_keeps_its_zoom_while_data_arrives(page: Page, app, figure):
 
 
 def test_nothing_jumps_while_text_streams(page: Page, app):
+    page.locator("#visitors").scroll_into_view_if_needed()  # now, so that no click has to
     watch_frames(
         page,
         """['composer', 'chat', 'speed-now', 'cache-growth', 'batch-timeline', 'race'].map((id) => {
