@@ -31,7 +31,6 @@ def figure(traces: Sequence[Any], *, height: int, x: dict[str, Any], y: dict[str
             font={"color": "var(--muted)", "size": 12},
             hoverlabel={"bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"}},
             showlegend=False,
-            uirevision="kept",
             xaxis={**axis, "showgrid": False, **x},
             yaxis={**axis, **y},
             template=None,

@@ -2,7 +2,7 @@
 
 import { you } from "./live.js";
 
-const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset", scrollZoom: false };
+const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, scrollZoom: false };
 const coarse = matchMedia("(pointer: coarse)");
 let plotly = null;
 
@@ -52,6 +52,7 @@ export class Figure {
   constructor(node) {
     this.node = node;
     this.figure = null;
+    this.zoom = {}; // the ranges that a visitor chose; a double click gives the axes back to the data
     new ResizeObserver(() => this.draw()).observe(node);
     new MutationObserver(() => this.draw()).observe(document.body, { attributeFilter: ["class"] });
   }
@@ -72,6 +73,23 @@ export class Figure {
     const layout = resolveColors(this.figure.layout, style);
     layout.font = { ...layout.font, family: style.fontFamily };
     layout.dragmode = coarse.matches ? false : "zoom";
+    for (const [axis, range] of Object.entries(this.zoom)) layout[axis] = { ...layout[axis], range };
+    const first = !this.node.on;
     await Plotly.react(this.node, data, layout, CONFIG);
+    if (first) this.rememberZoom();
+  }
+
+  // Not `uirevision`: it drops a zoom as soon as the data outgrow the axis.
+  rememberZoom() {
+    this.node.on("plotly_relayout", (change) => {
+      for (const axis of ["xaxis", "yaxis"]) {
+        const from = change[`${axis}.range[0]`], to = change[`${axis}.range[1]`];
+        if (from !== undefined && to !== undefined) this.zoom[axis] = [from, to];
+      }
+    });
+    this.node.on("plotly_doubleclick", () => {
+      this.zoom = {};
+      this.draw();
+    });
   }
 }
