@@ -43,7 +43,7 @@ def speed_value(measured: Measurements) -> dict[str, Any]:
     """What the panel shows of a conversation: the numbers, where they come from, and the figure."""
     caption = f"your conversation, {measured.length:,} tokens long"
     if not measured.naive:
-        return {"caption": caption, "pending": "The first naive step of your conversation is about to be measured."}
+        return {"caption": caption, "pending": "A step without the cache is measured as soon as the batch has room."}
     length, naive_ms = measured.naive[-1]
     cached_ms = measured.cached[-1][1]
     count = len(measured.naive)

@@ -142,8 +142,11 @@ class EngineCore:
         """Measure naive against cached decoding of one running sequence, if its turn and the share allow it."""
         if busy or self._probe_credit_ms <= 0:
             return
-        short = [s for s in self.scheduler.running if s.probe and s.length <= self.config.max_race_tokens]
-        due = [s for s in short if s.length >= s.probed_at + PROBE_EVERY_TOKENS]
+        # A naive step of a long text takes seconds: only its own visitor may be kept waiting by it.
+        alone = len(self.scheduler.live) == 1
+        longest = self.config.max_context if alone else self.config.max_race_tokens
+        asked = [s for s in self.scheduler.running if s.probe and s.length <= longest]
+        due = [s for s in asked if s.length >= s.probed_at + PROBE_EVERY_TOKENS]
         if due:
             sequence = min(due, key=lambda s: s.probed_at)
             measured = probe(self.runner, self.cache, sequence)

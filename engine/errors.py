@@ -15,7 +15,8 @@ class EngineBusy(RuntimeError):
     def __init__(self, waiting: int, retry_after_s: float):
         self.waiting = waiting
         self.retry_after_s = retry_after_s
-        super().__init__(f"The line is full: {waiting} requests are waiting. Come back in about {retry_after_s:.0f} s.")
+        line = f"{waiting} request{' is' if waiting == 1 else 's are'} waiting"
+        super().__init__(f"The line is full: {line}. Come back in about {retry_after_s:.0f} s.")
 
 
 class GenerationError(RuntimeError):

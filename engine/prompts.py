@@ -68,7 +68,8 @@ class PromptEncoder:
             raise ValueError(
                 f"prompt must be valid Unicode text; character {error.start} is half of a surrogate pair"
             ) from None
-        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        # Not verbose: a text that is too long is refused with a sentence, not logged.
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def _render(self, messages: list[Any]) -> str:
         for message in messages:
