@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from demo.lanes import WINDOW_S, phases
 from demo.plot import Point, figure, label, line, line_label, nice_ceiling, unit
@@ -53,13 +52,14 @@ def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Poin
 def speed_of_others(probes: Sequence[dict[str, Any]]) -> dict:
     """Points measured in all conversations of the last while, for a page on which nobody has spoken."""
     traces = [
-        go.Scatter(
-            x=[probe["length"] for probe in probes],
-            y=[probe[f"{lane}_ms"] for probe in probes],
-            mode="markers",
-            marker={"color": f"var(--{lane})", "size": 6, "opacity": 0.6},
-            hovertemplate=f"{MS_AT}<extra></extra>",
-        )
+        {
+            "type": "scatter",
+            "x": [probe["length"] for probe in probes],
+            "y": [probe[f"{lane}_ms"] for probe in probes],
+            "mode": "markers",
+            "marker": {"color": f"var(--{lane})", "size": 6, "opacity": 0.6},
+            "hovertemplate": f"{MS_AT}<extra></extra>",
+        }
         for lane in ("naive", "cached")
     ]
     slowest = max((max(probe["naive_ms"], probe["cached_ms"]) for probe in probes), default=100)
@@ -116,13 +116,14 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     reserved = max(entry["allocated_bytes"] for entry in history) / 1e6
     used = max((sum(entry["used"].values()) + entry["retained_bytes"]) / 1e6 for entry in history)
     traces.append(
-        go.Scatter(
-            x=[entry["time"] - now for entry in history],
-            y=[entry["allocated_bytes"] / 1e6 for entry in history],
-            mode="lines",
-            line={"color": "var(--muted)", "width": 1.5, "dash": "4px,4px"},
-            hoverinfo="skip",
-        )
+        {
+            "type": "scatter",
+            "x": [entry["time"] - now for entry in history],
+            "y": [entry["allocated_bytes"] / 1e6 for entry in history],
+            "mode": "lines",
+            "line": {"color": "var(--muted)", "width": 1.5, "dash": "4px,4px"},
+            "hoverinfo": "skip",
+        }
     )
     shown = reserved <= 4 * max(used, FEWEST_MB)
     top = nice_ceiling(1.1 * max(used, reserved if shown else 0, FEWEST_MB))
@@ -156,17 +157,18 @@ def _life(history: Sequence[dict[str, Any]], request: str, now: float) -> list[P
     return [(points[0][0] - EDGE_S, 0.0), *points, (points[-1][0] + EDGE_S, 0.0)]
 
 
-def _area(places: Sequence[float], points: Sequence[Point], hover: str, **style: Any) -> go.Scatter:
+def _area(places: Sequence[float], points: Sequence[Point], hover: str, **style: Any) -> dict[str, Any]:
     """A layer of the stack, with a value at every place: its own line between its points, nothing outside them."""
     values = np.interp(places, [x for x, _ in points], [y for _, y in points], left=0, right=0)
-    return go.Scatter(
-        x=[round(x, 2) for x in places],
-        y=[round(y, 3) for y in values.tolist()],
-        mode="lines",
-        stackgroup="bytes",
-        hovertemplate=hover,
+    return {
+        "type": "scatter",
+        "x": [round(x, 2) for x in places],
+        "y": [round(y, 3) for y in values.tolist()],
+        "mode": "lines",
+        "stackgroup": "bytes",
+        "hovertemplate": hover,
         **style,
-    )
+    }
 
 
 def _seconds_axis() -> dict[str, Any]:
@@ -198,7 +200,7 @@ def batch(snapshot: dict[str, Any], lanes: dict[int, int]) -> dict:
     )
 
 
-def _bars(phase: str, bars: list[tuple]) -> go.Bar:
+def _bars(phase: str, bars: list[tuple]) -> dict[str, Any]:
     names = {"waiting": "waiting", "prefill": "reading its prompt", "decode": "generating"}
     shade = "-deep" if phase == "prefill" else ""
     colors = [f"var(--{stranger(entry['request'])}{shade})" for *_, entry in bars]
@@ -207,16 +209,17 @@ def _bars(phase: str, bars: list[tuple]) -> go.Bar:
         marker["line"] = {"width": 1, "color": colors}
         marker["pattern"] = {"shape": "/", "fgcolor": colors, "bgcolor": "var(--card)", "size": 8, "solidity": 0.15}
     hover = f"{names[phase]} %{{x:.1f}} s<br>%{{customdata[1]}} tokens read, %{{customdata[2]}} written<extra></extra>"
-    return go.Bar(
-        name=phase,
-        orientation="h",
-        base=[round(start, 2) for start, *_ in bars],
-        x=[round(length, 2) for _, length, *_ in bars],
-        y=[lane for *_, lane, _ in bars],
-        marker=marker,
-        customdata=[[entry["client"], entry["prompt_tokens"], entry["tokens"]] for *_, entry in bars],
-        hovertemplate=hover,
-    )
+    return {
+        "type": "bar",
+        "name": phase,
+        "orientation": "h",
+        "base": [round(start, 2) for start, *_ in bars],
+        "x": [round(length, 2) for _, length, *_ in bars],
+        "y": [lane for *_, lane, _ in bars],
+        "marker": marker,
+        "customdata": [[entry["client"], entry["prompt_tokens"], entry["tokens"]] for *_, entry in bars],
+        "hovertemplate": hover,
+    }
 
 
 def race(naive_ms: Sequence[float], cached_ms: Sequence[float], target: int) -> dict:

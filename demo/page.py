@@ -15,6 +15,7 @@ from demo.streams import Streams
 from demo.visitors import Visitors
 from engine import Engine
 
+LOOK_EVERY_S = 0.02
 HEAD = Path(__file__).parent / "static" / "head.html"
 
 # Nobody waits in Gradio's line, no veil covers what is being updated, and the API page lists only the API.
@@ -40,7 +41,11 @@ def build_page(engine: Engine, visitors: Visitors, settings: PageSettings) -> gr
                 _race_card(Race(engine, streams, race_prompts(engine.config.max_race_tokens)))
         panel("footer", elem_id="footer")
         add_api(engine, streams)
-    return page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
+    page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
+    # Gradio looks for new events a thousand times a second, which costs a tenth of a core when nobody is here
+    # and disturbs the worker's threads when somebody is.
+    page._queue.sleep_when_free = LOOK_EVERY_S
+    return page
 
 
 def _chat_column(chat: Chat):

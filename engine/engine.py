@@ -120,9 +120,7 @@ class Engine:
         """
         params = params or SamplingParams()
         encoder = self._encoder()
-        ids = encoder.encode(prompt)
-        if params.truncate:
-            ids = ids[-params.truncate :]
+        ids = encoder.encode(prompt, params.truncate)
         _check_length(len(ids), params.max_new_tokens, "max_new_tokens", encoder.context)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         with self._lock:

@@ -5,6 +5,7 @@ from typing import Any
 
 Prompt = str | list[int] | list[dict[str, str]]
 
+CUT_MARGIN_TOKENS = 16
 ROLES = ("system", "user", "assistant")
 
 
@@ -18,21 +19,24 @@ class PromptEncoder:
         # No token stands for more characters than this, so a longer text needs no tokenizer to be refused.
         self._longest_token = max(len(token) for token in tokenizer.get_vocab())
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of `prompt`: text with the tokenizer's own special tokens, ids unchanged, or a chat."""
+    def encode(self, prompt: Prompt, truncate: int | None = None) -> list[int]:
+        """Token ids of `prompt`: text with the tokenizer's own special tokens, ids unchanged, or a chat.
+
+        With `truncate`, that many ids of the right end.
+        """
         if isinstance(prompt, str):
-            ids = self._encode_text(prompt, add_special_tokens=True)
+            ids = self._encode_text(prompt, truncate, add_special_tokens=True)
         elif isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt):
-            ids = self._encode_text(self._render(prompt), add_special_tokens=False)
+            ids = self._encode_text(self._render(prompt), truncate, add_special_tokens=False)
         elif isinstance(prompt, list):
-            ids = self._check_ids(prompt)
+            ids = self._check_ids(prompt[-truncate:] if truncate else prompt)
         else:
             raise ValueError(
                 f"prompt must be text, a list of token ids or a list of chat messages, not {type(prompt).__name__}"
             )
         if not ids:
             raise ValueError("prompt must not be empty")
-        return ids
+        return ids[-truncate:] if truncate else ids
 
     def fit_chat(self, messages: SequenceOf[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], int]:
         """The messages without as many of the oldest turns as the context asks for, and how many were dropped.
@@ -57,10 +61,13 @@ class PromptEncoder:
         except TooLong:
             return False
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         if not text:
             raise ValueError("prompt must not be empty")
-        if len(text) > self._longest_token * self.context:
+        if truncate:
+            # The margin keeps the cut away from the tokens that stay.
+            text = text[-self._longest_token * (truncate + CUT_MARGIN_TOKENS) :]
+        elif len(text) > self._longest_token * self.context:
             raise TooLong(f"prompt is too long: {len(text):,} characters do not fit a context of {self.context} tokens")
         try:
             text.encode()

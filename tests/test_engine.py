@@ -128,6 +128,9 @@ def test_truncate_keeps_the_right_end(tiny_engine):
     engine = tiny_engine()
     result = engine.submit("abcdefgh", SamplingParams(max_new_tokens=1, truncate=3)).result(WAIT_S)
     assert result.prompt_token_ids == engine.tokenize("fgh")
+    for too_long in ("x" * 1_000_000 + "fgh", [5] * 9999 + engine.tokenize("fgh")):
+        result = engine.submit(too_long, SamplingParams(max_new_tokens=1, truncate=3)).result(WAIT_S)
+        assert result.prompt_token_ids == engine.tokenize("fgh")
 
 
 def test_greedy_at_temperature_zero_whatever_else_is_set(tiny_engine):

@@ -1,7 +1,9 @@
 """The figures are pure functions: data in, Plotly figure out."""
 
 import json
+import re
 
+import plotly.graph_objects as go
 import pytest
 
 from demo import figures
@@ -119,3 +121,19 @@ def test_axes_end_at_round_numbers(value, ceiling):
 def test_the_race_figure_adds_up_each_lanes_clock():
     naive, cached = figures.race([100.0, 200.0], [50.0], 4)["data"]
     assert list(naive["y"]) == pytest.approx([0, 0.1, 0.3]) and list(cached["y"]) == pytest.approx([0, 0.05])
+
+
+def test_plotly_accepts_every_property_of_every_figure():
+    """The figures are plain data; here plotly's own schema checks them (it knows no CSS variables)."""
+    requests = [span(1, -20, -5), span(2, -10, client=7)]
+    probes = [{"length": 40, "naive_ms": 90.0, "cached_ms": 30.0}]
+    drawn = [
+        cache_figure(),
+        figures.batch(snapshot(requests, []), assign_lanes(requests, {}, NOW)),
+        figures.speed([(100, 200.0)], [(50, 30.0)], [(60, 80.0)], others=3),
+        figures.speed_of_others(probes),
+        figures.race([100.0, 200.0], [50.0], 4),
+    ]
+    for figure in drawn:
+        text = json.dumps(figure, allow_nan=False)
+        go.Figure(json.loads(re.sub(r"var\(--[\w-]+\)", "#123456", text)))
