@@ -101,7 +101,9 @@ def load_model(files: ModelFiles, config: EngineConfig) -> "PreTrainedModel":
     dtype = _resolve_dtype(config, device, model_config)
     _require_memory(files, model_config, dtype, device)
     try:
-        model: Any = _read_weights(files, dtype)
+        # Soft-capped attention (Gemma 2) has no fused kernel, and transformers refuses it only in the forward.
+        capped = getattr(model_config, "attn_logit_softcapping", None)
+        model: Any = _read_weights(files, dtype, "eager" if capped else "sdpa")
         model.to(device)
     except LoadingError:
         raise
@@ -190,7 +192,7 @@ def _stored_dtype(model_config: Any) -> "torch.dtype":
     return getattr(torch, stored, torch.float32) if isinstance(stored, str) else stored or torch.float32
 
 
-def _read_weights(files: ModelFiles, dtype: "torch.dtype") -> "PreTrainedModel":
+def _read_weights(files: ModelFiles, dtype: "torch.dtype", attention: str) -> "PreTrainedModel":
     """The model on the CPU, all of whose weights came from the files."""
     from transformers import AutoModelForCausalLM
 
@@ -201,7 +203,7 @@ def _read_weights(files: ModelFiles, dtype: "torch.dtype") -> "PreTrainedModel":
 
     with _quiet():
         try:
-            model, report = read("sdpa")
+            model, report = read(attention)
         except ValueError as error:
             if "attention" not in str(error):
                 raise

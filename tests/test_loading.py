@@ -88,6 +88,17 @@ def test_a_model_without_sdpa_falls_back_to_eager(tmp_path):
     assert load_model(files_of(tmp_path), CPU).config._attn_implementation == "eager"
 
 
+def test_a_model_with_soft_capped_attention_is_loaded_with_eager(tmp_path):
+    config = transformers.Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(files_of(tmp_path), CPU)
+    assert model.config._attn_implementation == "eager"
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
 def test_weights_as_bin_files_load(tiny_folder):
     state = LlamaForCausalLM.from_pretrained(tiny_folder).state_dict()
     (tiny_folder / "model.safetensors").unlink()
