@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.refusals import REFUSALS, readable, require
+from demo.refusals import REFUSALS, readable, require, sendable
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
@@ -53,7 +53,8 @@ class Chat:
             async for update in self._answer([*messages, {"role": "user", "text": text}], visit, request, settings):
                 yield update
         except REFUSALS as refusal:
-            yield show(messages, notice=str(refusal)), prompt, gr.skip()
+            back = sendable(prompt) if isinstance(prompt, str) else gr.skip()
+            yield show(messages, notice=str(refusal)), back, gr.skip()
 
     async def retry(
         self, conversation: Any, visit: Visit, request: gr.Request, *settings: Any

@@ -26,6 +26,16 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def readable(text: str, field: str) -> str:
-    """`text` as it can be sent to a browser: lone surrogates become question marks; anything but text is refused."""
+    """`text` itself; refused unless it is text that can be encoded, which half of a surrogate pair cannot."""
     require(isinstance(text, str), f"{field} must be text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        sentence = f"{field} must be valid Unicode text; character {error.start} is half of a surrogate pair"
+        raise ValueError(sentence) from None
+    return text
+
+
+def sendable(text: str) -> str:
+    """A refused text as it can go back to its field: what cannot be encoded becomes a question mark."""
     return text.encode("utf-8", "replace").decode()
