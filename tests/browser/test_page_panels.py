@@ -44,8 +44,10 @@ def test_visitors_fill_the_batch(page: Page, app):
     assert app.queue()["peak_batch_size"] > 1
     expect(page.locator("#visitors-said")).to_contain_text("6 came.")
     expect(page.locator('#batch-timeline [data-part="caption"]')).to_have_text(re.compile(r"^[1-9]\d* of 16 rows"))
-    # Each has a lane of its own.
-    page.wait_for_function(f"new Set(document.querySelector('{FIGURES['batch']}').data.at(-1).y).size >= 6")
+    # Each is drawn, also one that said only a word; those who were here together in lanes of their own.
+    bars = f"document.querySelector('{FIGURES['batch']}').data"
+    page.wait_for_function(f"new Set({bars}.flatMap(({{ customdata }}) => customdata.map(([client]) => client))).size >= 6")
+    page.wait_for_function(f"new Set({bars}.flatMap(({{ y }}) => y)).size > 1")
 
 
 @pytest.mark.parametrize("figure", ["cache", "batch", "speed"])
