@@ -4,7 +4,7 @@ from engine.comparison import Comparison
 from engine.config import EngineConfig, load_config
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineNotReady, EngineStopped, GenerationError, LoadingError
-from engine.generation import Generation, GenerationResult, TokenEvent
+from engine.generation import Generation, GenerationResult, TokenEvent, TopToken
 from engine.params import SamplingParams
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "LoadingError",
     "SamplingParams",
     "TokenEvent",
+    "TopToken",
     "load_config",
 ]

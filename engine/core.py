@@ -5,29 +5,37 @@ Single-threaded and steppable by hand; it knows token ids and nothing of text, p
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import torch
 
 from engine.config import EngineConfig
+from engine.grammar import GrammarError, Grammars
 from engine.kv_cache import KVCache
+from engine.processors import Row
 from engine.race import Race, probe
 from engine.runner import ModelRunner
-from engine.sampler import Row, choose
+from engine.sampler import choose
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.wire import Failure, RaceStep, SlotState, StartRace, StepRecord, StepReport, Token
+from engine.wire import Failure, PromptLogprobs, RaceStep, SlotState, StartRace, StepRecord, StepReport, Token
 
+NOT_FINITE = "The model produced numbers that are not finite for this text, so its answer ends here."
 PROBE_EVERY_TOKENS = 16
 MOST_CREDIT_MS = 500.0
+MOST_SCORED_TOKENS = 128  # whose logits, one vocabulary a token, are held at once
 
 
 class EngineCore:
     """Decodes many sequences together. `step()` is one turn; call it while `has_work`."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, runner: ModelRunner, config: EngineConfig, eos_token_ids: frozenset[int], grammars: Grammars | None = None
+    ):
         self.runner = runner
         self.config = config
         self.eos_token_ids = eos_token_ids
+        self.grammars = grammars
         # A GPU keeps one pool for good, a CPU's grows with the need.
         slots, positions = (2, 128) if runner.device.type == "cpu" else self._largest_shape()
         cache = KVCache(runner.layer_shapes, slots, positions)
@@ -71,7 +79,7 @@ class EngineCore:
         started = time.perf_counter()
         self.runner.forward_ms = 0.0
         self.scheduler.admit()
-        prefilled, logits = self._prefill(report.record)
+        prefilled, logits = self._prefill(report)
         running = list(self.scheduler.running)
         if running:
             logits.append(self._decode(running, report.record))
@@ -80,7 +88,7 @@ class EngineCore:
         self._account(report, 1000 * (time.perf_counter() - started))
         return report
 
-    def _prefill(self, record: StepRecord) -> tuple[list[Sequence], list[torch.Tensor]]:
+    def _prefill(self, report: StepReport) -> tuple[list[Sequence], list[torch.Tensor]]:
         """Compute up to `prefill_chunk` prompt tokens, oldest request first; what is complete, and its logits."""
         completed: list[Sequence] = []
         logits: list[torch.Tensor] = []
@@ -88,16 +96,34 @@ class EngineCore:
         for sequence in self.scheduler.prefilling:
             if budget == 0:
                 break
-            start = sequence.cached_tokens
-            chunk = sequence.token_ids[start : start + budget]
-            last_logits = self.runner.prefill(self.cache, sequence.slot, start, chunk)
-            sequence.cached_tokens += len(chunk)
-            budget -= len(chunk)
-            record.prefill_tokens += len(chunk)
+            last_logits, computed = self._prefill_chunk(sequence, budget, report)
+            budget -= computed
+            report.record.prefill_tokens += computed
             if sequence.cached_tokens == sequence.length:
                 completed.append(sequence)
                 logits.append(last_logits[None])
         return completed, logits
+
+    def _prefill_chunk(self, sequence: Sequence, budget: int, report: StepReport) -> tuple[torch.Tensor, int]:
+        """Up to `budget` tokens of one sequence: logits `[vocabulary]` after the last, and how many there were."""
+        start = sequence.cached_tokens
+        # A sequence that is resumed has delivered its prompt's log-probabilities before.
+        scored = sequence.params.prompt_logprobs and not sequence.output_ids
+        chunk = sequence.token_ids[start : start + (min(budget, MOST_SCORED_TOKENS) if scored else budget)]
+        logits = self.runner.prefill(self.cache, sequence.slot, start, chunk, every=scored)
+        sequence.cached_tokens += len(chunk)
+        if scored:
+            self._score_prompt(sequence, start, logits, report)
+            logits = logits[-1]
+        return logits, len(chunk)
+
+    def _score_prompt(self, sequence: Sequence, start: int, logits: torch.Tensor, report: StepReport) -> None:
+        """Log-probabilities of the prompt tokens that `logits` `[tokens, vocabulary]` from `start` on predict."""
+        predicted = torch.tensor(sequence.prompt_ids[start + 1 : start + 1 + len(logits)], device=logits.device)
+        scores = logits[: len(predicted)].log_softmax(dim=-1).gather(1, predicted[:, None])[:, 0]
+        sequence.prompt_logprobs = [*(sequence.prompt_logprobs if start else [None]), *scores.tolist()]
+        if sequence.cached_tokens == sequence.length:
+            report.prompt_logprobs.append(PromptLogprobs(sequence.request_id, sequence.prompt_logprobs))
 
     def _decode(self, running: list[Sequence], record: StepRecord) -> torch.Tensor:
         """The pending token of every running sequence, in one forward; logits `[B, vocabulary]`."""
@@ -110,30 +136,53 @@ class EngineCore:
 
     def _choose(self, sequences: list[Sequence], logits: torch.Tensor, report: StepReport) -> None:
         """One token for each row; rows that are complete leave, freshly prefilled ones join the batch."""
-        rows = [Row(s.params, s.seed, len(s.output_ids), s.slot, s.length) for s in sequences]
+        allowed, stuck = self._allowed(sequences)
+        rows = [
+            Row(s.params, s.seed, len(s.output_ids), s.slot, s.length, allowed.get(s.request_id)) for s in sequences
+        ]
         choice = choose(logits, rows, self.cache.token_ids)
-        chosen = zip(choice.token_ids.tolist(), choice.logprobs.tolist(), choice.finite.tolist(), strict=True)
-        for sequence, (token_id, logprob, finite) in zip(sequences, chosen, strict=True):
-            if finite:
-                self._emit(sequence, token_id, logprob, report)
+        columns = (choice.token_ids.tolist(), choice.logprobs.tolist(), choice.top_tokens, choice.finite.tolist())
+        for sequence, token_id, logprob, top_tokens, finite in zip(sequences, *columns, strict=True):
+            if not finite:
+                self._fail(sequence, NOT_FINITE, report)
+            elif sequence.request_id in stuck:
+                self._fail(sequence, stuck[sequence.request_id], report)
             else:
-                self._fail(sequence, report)
+                self._emit(sequence, Token(sequence.request_id, token_id, logprob, top_tokens=top_tokens), report)
 
-    def _emit(self, sequence: Sequence, token_id: int, logprob: float, report: StepReport) -> None:
-        sequence.output_ids.append(token_id)
+    def _allowed(self, sequences: list[Sequence]) -> tuple[dict[int, bytes], dict[int, str]]:
+        """By request: the tokens that its grammar admits next, or why its grammar cannot go on."""
+        allowed: dict[int, bytes] = {}
+        stuck: dict[int, str] = {}
+        for sequence in sequences:
+            if sequence.params.grammar is None:
+                continue
+            try:
+                if self.grammars is None:
+                    raise GrammarError("This engine was started without grammars.")
+                if sequence.matcher is None:
+                    sequence.matcher = self.grammars.matcher(sequence.params.grammar)
+                # All that is new to it: one token, or after a restart the whole answer so far.
+                sequence.matcher.follow(sequence.output_ids)
+                allowed[sequence.request_id] = sequence.matcher.allowed()
+            except GrammarError as error:
+                stuck[sequence.request_id] = str(error)
+        return allowed, stuck
+
+    def _emit(self, sequence: Sequence, token: Token, report: StepReport) -> None:
+        sequence.output_ids.append(token.token_id)
         reason = None
         if len(sequence.output_ids) == sequence.params.max_new_tokens:
             reason = "length"
-        elif token_id in self.eos_token_ids and not sequence.params.ignore_eos:
+        elif token.token_id in self.eos_token_ids and not sequence.params.ignore_eos:
             reason = "eos_token"
-        report.tokens.append(Token(sequence.request_id, token_id, logprob, reason))
+        report.tokens.append(replace(token, finish_reason=reason))
         if reason:
             self.scheduler.release(sequence, retain=True)
         elif sequence in self.scheduler.prefilling:
             self.scheduler.start_running(sequence)
 
-    def _fail(self, sequence: Sequence, report: StepReport) -> None:
-        message = "The model produced numbers that are not finite for this text, so its answer ends here."
+    def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
         report.failures.append(Failure(sequence.request_id, message))
         self.cache.clear(sequence.slot)
         self.scheduler.release(sequence, retain=False)

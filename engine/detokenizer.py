@@ -50,6 +50,13 @@ class Detokenizer:
         """Whether the id is a control token, which has no text."""
         return token_id in self._vocabulary.special
 
+    def label(self, token_id: int) -> str:
+        """How one id reads by itself, special tokens by their names: to look at, not to put a text together."""
+        text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        # SentencePiece drops the space before the first word of a text.
+        name = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+        return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
+
     def push(self, token_id: int) -> str:
         """The text that this id makes final; often empty, sometimes that of earlier ids too."""
         if self._finished or self.matched is not None:

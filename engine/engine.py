@@ -43,6 +43,7 @@ class Engine:
         self.telemetry = Telemetry()
         self.facts: dict[str, Any] = {}  # the snapshot's `model`, once it is loaded
         self.prompts: PromptEncoder | None = None
+        self._eos_token_ids: frozenset[int] = frozenset()
         self._host = host
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
@@ -120,6 +121,8 @@ class Engine:
         """
         params = params or SamplingParams()
         encoder = self._encoder()
+        if params.grammar is not None and not self._eos_token_ids:
+            raise ValueError("grammar must be left out here: this model has no token to end its answer with")
         ids = encoder.encode(prompt, params.truncate)
         _check_length(len(ids), params.max_new_tokens, "max_new_tokens", encoder.context)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
@@ -273,6 +276,7 @@ class Engine:
                 return
             self.prompts = PromptEncoder(tokenizer, ready.facts["vocabulary"], ready.facts["context"])
         self.facts, self._loading, self._state = ready.facts, None, "ready"
+        self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 
     def _worker_lost(self, worker: Worker) -> None:
@@ -309,6 +313,9 @@ class Engine:
             if slot.state != "retained" and (generation := self._generations.get(slot.request_id)):
                 generation._seated(slot, report.record)
                 touched[generation.id] = generation
+        for scored in report.prompt_logprobs:
+            if generation := self._generations.get(scored.request_id):
+                generation.prompt_logprobs = scored.logprobs
         for token in report.tokens:
             if generation := self._generations.get(token.request_id):
                 touched[generation.id] = generation

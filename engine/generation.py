@@ -12,11 +12,21 @@ from engine.wire import Probe, SlotState, StepRecord, Token
 
 
 @dataclass(frozen=True)
+class TopToken:
+    """One of the model's best tokens at a position, and what it would read as; `logprob` as in `TokenEvent`."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """One token. `text` is what it lets through: empty while a character or a stop string may be unfinished.
 
-    `logprob` is the model's own log-probability, before temperature, penalties and filters. `step_ms` is the
-    shared step that made it, `batch_size` the rows in that step, `context_length` the tokens before it.
+    `logprob` is the model's own log-probability, before temperature, penalties and filters; `top_tokens` are the
+    `top_n_tokens` that it held most likely, best first. `step_ms` is the shared step that made the token, of which
+    `forward_ms` in the model; `batch_size` the rows in that step, `context_length` the tokens before it.
     """
 
     token_id: int
@@ -25,9 +35,10 @@ class TokenEvent:
     special: bool
     time: float
     step_ms: float
+    forward_ms: float
     batch_size: int
     context_length: int
-    top_tokens: tuple = ()
+    top_tokens: tuple[TopToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,11 @@ class Timings:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A generation at its end; `text` is exactly the sum of the events' texts."""
+    """A generation at its end; `text` is exactly the sum of the events' texts.
+
+    Per token: `logprobs`, `top_tokens`, and the milliseconds of the shared steps, `forward_ms` in the model and
+    `decode_ms` for the rest (choosing, admission). `seed` is also there when it was drawn for the caller.
+    """
 
     text: str
     token_ids: list[int]
@@ -51,6 +66,9 @@ class GenerationResult:
     finish_reason: str | None  # length | eos_token | stop_sequence | cancelled | error; None: not yet
     seed: int
     logprobs: list[float]
+    top_tokens: list[tuple[TopToken, ...]]
+    forward_ms: list[float]
+    decode_ms: list[float]
     timings: Timings
     error: str | None = None
     prompt_logprobs: list[float | None] | None = None
@@ -58,6 +76,10 @@ class GenerationResult:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass
@@ -92,6 +114,7 @@ class Generation:
         self.text = ""
         self.events: list[TokenEvent] = []
         self.probes: list[Probe] = []
+        self.prompt_logprobs: list[float | None] | None = None
         self.times = Lifeline()
         self._detokenizer = detokenizer
         self._engine = engine
@@ -133,8 +156,12 @@ class Generation:
             finish_reason=self.finish_reason,
             seed=self.sequence.seed,
             logprobs=[event.logprob for event in events],
+            top_tokens=[event.top_tokens for event in events],
+            forward_ms=[event.forward_ms for event in events],
+            decode_ms=[event.step_ms - event.forward_ms for event in events],
             timings=self._timings(events),
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def __iter__(self) -> Iterator[TokenEvent]:
@@ -205,9 +232,18 @@ class Generation:
             text += self._detokenizer.finish()
             # The rest that was held back may complete a stop string, too.
             reason = "stop_sequence" if self._detokenizer.matched else reason
-        special = self._detokenizer.is_special(token.token_id)
-        length = self.prompt_tokens + len(self.events)
-        event = TokenEvent(token.token_id, text, token.logprob, special, now, record.step_ms, record.batch_size, length)
+        event = TokenEvent(
+            token.token_id,
+            text,
+            token.logprob,
+            special=self._detokenizer.is_special(token.token_id),
+            time=now,
+            step_ms=record.step_ms,
+            forward_ms=record.forward_ms,
+            batch_size=record.batch_size,
+            context_length=self.prompt_tokens + len(self.events),
+            top_tokens=tuple(TopToken(id, self._detokenizer.label(id), score) for id, score in token.top_tokens),
+        )
         self.text += text
         self.sequence.output_ids.append(token.token_id)
         self.events.append(event)

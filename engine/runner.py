@@ -33,14 +33,20 @@ class ModelRunner:
         self._takes_positions = "position_ids" in accepted
         self.layer_shapes = self._layer_shapes()
 
-    def prefill(self, cache: KVCache, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
-        """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them."""
+    def prefill(
+        self, cache: KVCache, slot: int, start: int, token_ids: list[int], *, every: bool = False
+    ) -> torch.Tensor:
+        """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them.
+
+        With `every`, logits `[tokens, vocabulary]` after each of them.
+        """
         end = start + len(token_ids)
         ids = torch.tensor(token_ids, device=self.device)
         positions = torch.arange(start, end, device=self.device)[None]
         # From the beginning, plain causal attention will do, for which there are faster kernels than for masks.
         mask = None if start == 0 else attention_mask(self.model.config, positions, end, self.model.dtype)
-        return self._forward(ids[None], cache.prefill_view(slot, start, ids), positions, mask)[0]
+        logits = self._forward(ids[None], cache.prefill_view(slot, start, ids), positions, mask, every=every)[0]
+        return logits if every else logits[-1]
 
     def decode(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> torch.Tensor:
         """One token for each of B slots from `first_slot` on, row b at `positions[b]`; logits `[B, vocabulary]`."""
@@ -49,11 +55,12 @@ class ModelRunner:
         # Rounded up, so that shapes repeat.
         window = min(-(-(max(positions) + 1) // WINDOW_STEP) * WINDOW_STEP, cache.positions)
         mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
-        return self._forward(ids[:, None], cache.decode_view(ids, where, window, first_slot), where[:, None], mask)
+        view = cache.decode_view(ids, where, window, first_slot)
+        return self._forward(ids[:, None], view, where[:, None], mask)[:, -1]
 
     def naive(self, token_ids: list[int]) -> torch.Tensor:
         """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time."""
-        return self._forward(torch.tensor([token_ids], device=self.device))[0]
+        return self._forward(torch.tensor([token_ids], device=self.device))[0, -1]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -69,9 +76,11 @@ class ModelRunner:
         ]
 
     @torch.no_grad()
-    def _forward(self, ids: torch.Tensor, cache=None, positions=None, mask=None) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, cache=None, positions=None, mask=None, every: bool = False) -> torch.Tensor:
+        """Logits `[rows, 1, vocabulary]` after the last ids, or with `every` `[rows, ids, vocabulary]`, in float32."""
         arguments: dict[str, Any] = {"input_ids": ids.to(self.device), "use_cache": cache is not None}
-        arguments.update(self._last_logits_only)
+        if not every:
+            arguments.update(self._last_logits_only)
         if cache is not None:
             arguments[self._cache_argument] = cache
         if positions is not None and self._takes_positions:
@@ -80,7 +89,8 @@ class ModelRunner:
             mask = torch.ones(ids.shape, dtype=torch.bool, device=self.device)
         self.synchronize()
         started = time.perf_counter()
-        logits = self.model(attention_mask=mask, **arguments).logits[:, -1].float()
+        logits = self.model(attention_mask=mask, **arguments).logits
+        logits = logits.float() if every else logits[:, -1:].float()
         self.synchronize()
         self.forward_ms += 1000 * (time.perf_counter() - started)
         return logits

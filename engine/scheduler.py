@@ -117,8 +117,10 @@ class Scheduler:
         """The slot whose retained tokens share the longest beginning with the sequence, and how long that is.
 
         Only within one client: neither timing nor counters may tell what a stranger typed. At least one
-        token is left to compute, since its logits are needed.
+        token is left to compute, since its logits are needed; all of them, for log-probabilities of the prompt.
         """
+        if sequence.params.prompt_logprobs:
+            return None, 0
         ids = sequence.token_ids[:-1]
         own = [(slot, kept) for slot, kept in self.retained.items() if kept.client == sequence.client]
         lengths = {slot: _common_prefix(ids, kept.token_ids) for slot, kept in own}

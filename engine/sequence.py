@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.grammar import Matcher
 from engine.params import SamplingParams
 
 
@@ -24,6 +25,8 @@ class Sequence:
     cached_tokens: int = 0  # leading tokens whose keys and values are in the slot
     reused_tokens: int = 0  # of those, taken over from an earlier sequence of the same client
     probed_at: int = 0  # length at which naive decoding was last measured
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # as far as asked for and computed
+    matcher: Matcher | None = None  # how far the answer has come in its grammar; made in the worker
 
     @property
     def token_ids(self) -> list[int]:

@@ -68,6 +68,15 @@ class Token:
     token_id: int
     logprob: float
     finish_reason: str | None = None
+    top_tokens: tuple[tuple[int, float], ...] = ()  # the model's best ids with their log-probabilities
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """The log-probability of each prompt token after those before it; None for the first."""
+
+    request_id: int
+    logprobs: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class StepReport:
 
     record: StepRecord
     tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     race_steps: list[RaceStep] = field(default_factory=list)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import LoadingError
+from engine.grammar import Grammars
 from engine.loading import ModelFiles, context_length, eos_token_ids, load_model, resolve
 from engine.packing import pack_linears
 from engine.runner import ModelRunner
@@ -47,7 +48,7 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
     pack_linears(model)
     runner = ModelRunner(model)
     end_ids = eos_token_ids(files.folder)
-    core = EngineCore(runner, config, end_ids)
+    core = EngineCore(runner, config, end_ids, Grammars(files.folder, runner.vocabulary, end_ids))
     return core, Ready(str(files.folder), model_facts(files, runner, config, parameters), end_ids)
 
 

@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from engine.params import SamplingParams
-from engine.sampler import CANDIDATES, Row, choose, draw, penalize_repetition, uniform, warp
+from engine.processors import CANDIDATES, Row, process, warp
+from engine.sampler import choose, draw, uniform
 
 VOCABULARY = 3000
 
@@ -72,7 +73,7 @@ def test_repetition_penalty_equals_that_of_transformers_and_never_counts_padding
     lengths = torch.randint(1, 65, (len(rows),), generator=generator).tolist()
     slots = torch.randperm(8, generator=generator)[: len(rows)].tolist()
     asked = [Row(p, 0, 0, slot, length) for p, slot, length in zip(rows, slots, lengths, strict=True)]
-    penalized = penalize_repetition(logits, asked, histories)
+    penalized = process(logits, asked, histories)
     for index, row in enumerate(asked):
         ids = histories[row.slot, : row.length][None]
         expected = logits[index : index + 1]

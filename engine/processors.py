@@ -1,0 +1,166 @@
+"""What changes logits before a token is chosen, vectorised over the rows that ask for it.
+
+In this order: watermark, repetition penalty, frequency penalty, grammar (`process`, for greedy rows, too); then
+temperature, top-k, top-p, typical-p (`warp`, for sampled rows).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.params import SamplingParams
+
+# top-p and typical-p look at this many tokens first: a `topk` costs an eighth of a full sort of the vocabulary.
+CANDIDATES = 1024
+# The defaults of transformers' WatermarkingConfig, so that its detector needs nothing but the text.
+GREEN_SHARE, GREEN_BIAS, GREEN_KEY = 0.25, 2.0, 15_485_863
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the sampler must know of one row: its parameters, its seed, how many tokens it has emitted, and
+    where its history lies: the first `length` ids of `slot`. `allowed` has a bit for each token that its grammar
+    admits (none: all of them)."""
+
+    params: SamplingParams
+    seed: int
+    emitted: int
+    slot: int
+    length: int
+    allowed: bytes | None = None
+
+
+def process(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """What comes before temperature, each processor for the rows that ask for it; `logits` stay as they are."""
+    for asks, processor in PROCESSORS:
+        asking = [index for index, row in enumerate(rows) if asks(row)]
+        if len(asking) == len(rows):
+            logits = processor(logits, rows, histories)
+        elif asking:
+            where = torch.tensor(asking, device=logits.device)
+            changed = processor(logits[where], [rows[index] for index in asking], histories)
+            logits = logits.index_copy(0, where, changed)
+    return logits
+
+
+def watermark(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """Favour a quarter of the vocabulary that the last token picks (Kirchenbauer et al. 2023, algorithm 2).
+
+    The permutation comes from torch's generator on the CPU, whatever the device: a text is marked alike everywhere.
+    """
+    bias = torch.zeros(logits.shape)
+    generator = torch.Generator()
+    for index, row in enumerate(rows):
+        generator.manual_seed(GREEN_KEY * int(histories[row.slot, row.length - 1]))
+        vocabulary = torch.randperm(logits.shape[-1], generator=generator)
+        bias[index, vocabulary[: int(GREEN_SHARE * len(vocabulary))]] = GREEN_BIAS
+    return logits + bias.to(logits.device)
+
+
+def penalize_repetition(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """Divide positive and multiply negative logits of tokens already seen (Keskar et al. 2019, CTRL)."""
+    penalty = torch.tensor([[row.params.repetition_penalty] for row in rows], device=logits.device)
+    seen, valid = _seen(rows, histories)
+    # Positions past a row's end repeat its first token, which is penalised anyway.
+    seen = torch.where(valid, seen, seen[:, :1])
+    scores = logits.gather(1, seen)
+    scores = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return logits.scatter(1, seen, scores)
+
+
+def penalize_frequency(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """Subtract the penalty as often as a token was seen (OpenAI's definition)."""
+    penalty = torch.tensor([[row.params.frequency_penalty] for row in rows], device=logits.device)
+    seen, valid = _seen(rows, histories)
+    counts = torch.zeros_like(logits).scatter_add(1, seen, valid.to(logits.dtype))
+    return logits - penalty * counts
+
+
+def obey_grammar(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """Minus infinity for every token that the row's grammar does not admit."""
+    packed = torch.stack([torch.frombuffer(bytearray(row.allowed or b""), dtype=torch.uint8) for row in rows])
+    bits = packed.to(logits.device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[-1]] == 0, -torch.inf)
+
+
+PROCESSORS: list[tuple[Callable[[Row], bool], Callable[[torch.Tensor, list[Row], torch.Tensor], torch.Tensor]]] = [
+    (lambda row: row.params.watermark, watermark),
+    (lambda row: row.params.repetition_penalty != 1, penalize_repetition),
+    (lambda row: row.params.frequency_penalty != 0, penalize_frequency),
+    (lambda row: row.allowed is not None, obey_grammar),
+]
+
+
+def warp(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Temperature, top-k, top-p and typical-p of each row; tokens that are ruled out get minus infinity."""
+    device = logits.device
+    temperature = torch.tensor([p.temperature if p.temperature else 1.0 for p in params], device=device)
+    logits = logits / temperature[:, None]
+    filtered = [index for index, p in enumerate(params) if p.top_k or p.top_p < 1]
+    if filtered:
+        where = torch.tensor(filtered, device=device)
+        logits[where] = _keep_best(logits[where], [params[index] for index in filtered])
+    typical = [index for index, p in enumerate(params) if p.typical_p < 1]
+    if typical:
+        where = torch.tensor(typical, device=device)
+        logits[where] = _keep_typical(logits[where], [params[index].typical_p for index in typical])
+    return logits
+
+
+def _keep_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """top-k, then top-p over what it left, both within the best candidates of each row."""
+    vocabulary = logits.shape[-1]
+    count = min(max([CANDIDATES, *(p.top_k for p in params)]), vocabulary)
+    best, ids = logits.topk(count)
+    kept, covered = _candidates_to_keep(best, logits, params)
+    if not covered:
+        best, ids = logits.sort(descending=True)
+        kept, _ = _candidates_to_keep(best, logits, params)
+    # Ruled-out candidates are scattered as minus infinity onto a background of minus infinity.
+    return torch.full_like(logits, -torch.inf).scatter(1, ids, best.masked_fill(~kept, -torch.inf))
+
+
+def _candidates_to_keep(
+    best: torch.Tensor, logits: torch.Tensor, params: list[SamplingParams]
+) -> tuple[torch.Tensor, bool]:
+    """Which of the `best` logits (descending) stay, and whether they are enough to decide that."""
+    count, vocabulary = best.shape[-1], logits.shape[-1]
+    k = torch.tensor([min(p.top_k or vocabulary, vocabulary) for p in params], device=best.device)
+    p = torch.tensor([row.top_p for row in params], device=best.device)
+    # Ties with the k-th stay, as in transformers.
+    smallest = best.gather(1, (k.clamp(max=count) - 1)[:, None])
+    in_top_k = (best >= smallest) | (k > count)[:, None]
+    mass = best.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
+    everything = torch.where((k < vocabulary)[:, None], mass, logits.logsumexp(-1, keepdim=True))
+    probability = (best - everything).exp().masked_fill(~in_top_k, 0)
+    # A token stays if the mass of the better ones does not yet reach p (Holtzman et al. 2019).
+    before = probability.cumsum(dim=-1) - probability
+    kept = in_top_k & ((before < p[:, None]) | (p == 1)[:, None])
+    # Without a top-k, the last candidate staying means that worse ones might, too.
+    undecided = (k > count) & kept[:, -1]
+    return kept, not bool(undecided.any())
+
+
+def _keep_typical(logits: torch.Tensor, mass: list[float]) -> torch.Tensor:
+    """Keep the tokens whose surprise is nearest to the expected one, until `mass` is reached (Meister et al. 2022)."""
+    logprobs = logits.log_softmax(dim=-1)
+    probability = logprobs.exp()
+    entropy = -(logprobs * probability).nansum(dim=-1, keepdim=True)
+    distance = (logprobs + entropy).abs()
+    limit = torch.tensor(mass, device=logits.device)[:, None]
+    nearest, ids = distance.topk(min(CANDIDATES, logits.shape[-1]), largest=False)
+    if bool((probability.gather(1, ids).sum(dim=-1, keepdim=True) < limit).any()):
+        nearest, ids = distance.sort()
+    reached = (probability.gather(1, ids).cumsum(dim=-1) < limit).sum(dim=-1, keepdim=True)
+    # Ties with the last one stay, as in transformers.
+    furthest = nearest.gather(1, reached.clamp(max=nearest.shape[-1] - 1))
+    return logits.masked_fill(distance > furthest, -torch.inf)
+
+
+def _seen(rows: list[Row], histories: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of each row's history, prompt included, and which of them count: shorter rows end in padding."""
+    window = max(row.length for row in rows)
+    seen = histories[torch.tensor([row.slot for row in rows], device=histories.device), :window]
+    length = torch.tensor([[row.length] for row in rows], device=histories.device)
+    return seen, torch.arange(window, device=histories.device)[None] < length
