@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from engine import tracing
 from engine.comparison import Comparison, Lane
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
@@ -133,6 +134,7 @@ class Engine:
             sequence = Sequence(next(self._ids), ids, params, seed, number, probe)
             generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self)
             self._generations[generation.id] = generation
+            generation.trace = tracing.caller()
             self.telemetry.total_requests += 1
             self._send_sequence(generation)
         return generation
@@ -345,6 +347,7 @@ class Engine:
         if isinstance(request, Generation):
             del self._generations[request.id]
             self.telemetry.record_end(request.span())
+            tracing.record(request, self.facts.get("name", ""))
         else:
             del self._comparisons[request.id]
 

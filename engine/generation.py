@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
@@ -116,6 +117,7 @@ class Generation:
         self.probes: list[Probe] = []
         self.prompt_logprobs: list[float | None] | None = None
         self.times = Lifeline()
+        self.trace: Any = None  # the caller's, if it is in one
         self._detokenizer = detokenizer
         self._engine = engine
         self._signal = Signal()

@@ -80,7 +80,10 @@ class Matcher:
 
     def follow(self, output_ids: SequenceOf[int]) -> None:
         """Take in what the answer has grown by."""
-        self._matcher.consume_tokens(list(output_ids[self._followed :]))
+        for token_id in output_ids[self._followed :]:
+            # Behind a complete answer stand only end-of-sequence tokens, of which the matcher takes one.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token_id)
         self._followed = len(output_ids)
         self._raise_if_failed()
 

@@ -13,6 +13,7 @@ from engine.params import SamplingParams
 
 # top-p and typical-p look at this many tokens first: a `topk` costs an eighth of a full sort of the vocabulary.
 CANDIDATES = 1024
+TIES = 64
 # The defaults of transformers' WatermarkingConfig, so that its detector needs nothing but the text.
 GREEN_SHARE, GREEN_BIAS, GREEN_KEY = 0.25, 2.0, 15_485_863
 
@@ -110,36 +111,32 @@ def warp(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
 
 def _keep_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """top-k, then top-p over what it left, both within the best candidates of each row."""
-    vocabulary = logits.shape[-1]
-    count = min(max([CANDIDATES, *(p.top_k for p in params)]), vocabulary)
-    best, ids = logits.topk(count)
-    kept, covered = _candidates_to_keep(best, logits, params)
-    if not covered:
+    # Some more than k: ties with the k-th stay, as in transformers.
+    wanted = max(p.top_k + TIES if p.top_k else CANDIDATES for p in params)
+    best, ids = logits.topk(min(wanted, logits.shape[-1]))
+    kept = _candidates_to_keep(best, logits, params)
+    # Where the last candidate stays, worse ones might, too.
+    if best.shape[-1] < logits.shape[-1] and bool(kept[:, -1].any()):
         best, ids = logits.sort(descending=True)
-        kept, _ = _candidates_to_keep(best, logits, params)
+        kept = _candidates_to_keep(best, logits, params)
     # Ruled-out candidates are scattered as minus infinity onto a background of minus infinity.
     return torch.full_like(logits, -torch.inf).scatter(1, ids, best.masked_fill(~kept, -torch.inf))
 
 
-def _candidates_to_keep(
-    best: torch.Tensor, logits: torch.Tensor, params: list[SamplingParams]
-) -> tuple[torch.Tensor, bool]:
-    """Which of the `best` logits (descending) stay, and whether they are enough to decide that."""
-    count, vocabulary = best.shape[-1], logits.shape[-1]
-    k = torch.tensor([min(p.top_k or vocabulary, vocabulary) for p in params], device=best.device)
-    p = torch.tensor([row.top_p for row in params], device=best.device)
-    # Ties with the k-th stay, as in transformers.
-    smallest = best.gather(1, (k.clamp(max=count) - 1)[:, None])
-    in_top_k = (best >= smallest) | (k > count)[:, None]
-    mass = best.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
-    everything = torch.where((k < vocabulary)[:, None], mass, logits.logsumexp(-1, keepdim=True))
-    probability = (best - everything).exp().masked_fill(~in_top_k, 0)
+def _candidates_to_keep(best: torch.Tensor, logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Which of the `best` logits (descending) stay."""
+    count = best.shape[-1]
+    k = torch.tensor([[p.top_k or count] for p in params], device=best.device).clamp(max=count)
+    p = torch.tensor([[row.top_p] for row in params], device=best.device)
+    in_top_k = best >= best.gather(1, k - 1)
+    mass = best.masked_fill(~in_top_k, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    if not all(row.top_k for row in params):
+        unlimited = torch.tensor([[row.top_k == 0] for row in params], device=best.device)
+        mass = torch.where(unlimited, logits.logsumexp(dim=-1, keepdim=True), mass)
+    probability = (best - mass).exp().masked_fill(~in_top_k, 0)
     # A token stays if the mass of the better ones does not yet reach p (Holtzman et al. 2019).
     before = probability.cumsum(dim=-1) - probability
-    kept = in_top_k & ((before < p[:, None]) | (p == 1)[:, None])
-    # Without a top-k, the last candidate staying means that worse ones might, too.
-    undecided = (k > count) & kept[:, -1]
-    return kept, not bool(undecided.any())
+    return in_top_k & ((before < p) | (p == 1))
 
 
 def _keep_typical(logits: torch.Tensor, mass: list[float]) -> torch.Tensor:

@@ -25,6 +25,14 @@ from engine import EngineConfig, SamplingParams, load_config
         ("top_p", 0, "above 0 and at most 1"),
         ("top_p", 1.01, "above 0 and at most 1"),
         ("repetition_penalty", 0, "above 0"),
+        ("typical_p", 0, "above 0 and at most 1"),
+        ("typical_p", 1.5, "above 0 and at most 1"),
+        ("frequency_penalty", -2.5, "from -2 to 2"),
+        ("frequency_penalty", float("nan"), "from -2 to 2"),
+        ("top_n_tokens", 21, "from 0 to 20"),
+        ("top_n_tokens", None, "from 0 to 20"),
+        ("prompt_logprobs", 1, "true or false"),
+        ("watermark", "yes", "true or false"),
         ("seed", -1, "from 0"),
         ("seed", 2**63, "from 0"),
         ("truncate", 0, "from 1"),
@@ -40,6 +48,11 @@ def test_bad_values_name_the_field_and_the_range(field, value, allowed):
     with pytest.raises(ValueError, match=f"^{field} must .*{allowed}") as error:
         SamplingParams(**{field: value})
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
+
+
+def test_a_field_that_does_not_exist_is_named():
+    with pytest.raises(TypeError, match="'temprature'"):
+        SamplingParams(temprature=1.0)
 
 
 def test_whole_floats_and_numpy_numbers_are_numbers():
@@ -58,6 +71,8 @@ def test_whole_floats_and_numpy_numbers_are_numbers():
         ({"temperature": 0}, False),
         ({"top_k": 5}, True),
         ({"top_p": 0.5}, True),
+        ({"typical_p": 0.5}, True),
+        ({"frequency_penalty": 0.5, "watermark": True, "top_n_tokens": 3}, False),
         ({"temperature": 0, "top_k": 5, "do_sample": True}, False),
         ({"do_sample": True}, True),
         ({"do_sample": False, "temperature": 1.0}, False),

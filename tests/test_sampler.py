@@ -1,93 +1,13 @@
-"""The sampler against the processors of transformers, and its draws against the definition."""
+"""Draws against their definition, and what a batch of unlike rows has to do with one another."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from engine.params import SamplingParams
-from engine.processors import CANDIDATES, Row, process, warp
+from engine.processors import Row
 from engine.sampler import choose, draw, uniform
 
 VOCABULARY = 3000
-
-
-def reference_warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    row = logits[None]
-    if params.temperature:
-        row = TemperatureLogitsWarper(params.temperature)(None, row)
-    if params.top_k:
-        row = TopKLogitsWarper(params.top_k)(None, row)
-    if params.top_p < 1:
-        row = TopPLogitsWarper(params.top_p)(None, row)
-    return row[0]
-
-
-one_row = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.2, 0.7, 1.0, 1.9, 20.0]),
-    top_k=st.sampled_from([0, 1, 2, 50, 1024, 1025, 2999, 3000, 5000]),
-    top_p=st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 0.8, 1.3, 5.0]),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.lists(one_row, min_size=1, max_size=6), seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 2.0, 9.0])
-)
-def test_filters_equal_those_of_transformers(rows, seed, scale):
-    logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(seed)) * scale
-    warped = warp(logits.clone(), rows)
-    for index, params in enumerate(rows):
-        expected = reference_warp(logits[index], params)
-        kept, expected_kept = warped[index] > -torch.inf, expected > -torch.inf
-        differing = (kept != expected_kept).nonzero()[:, 0]
-        if len(differing):
-            # top-p cuts where a float32 sum crosses p: only tokens at that very edge may differ.
-            assert_at_the_edge(logits[index], params, differing)
-        both = kept & expected_kept
-        torch.testing.assert_close(warped[index][both], expected[both])
-
-
-def assert_at_the_edge(logits: torch.Tensor, params: SamplingParams, differing: torch.Tensor) -> None:
-    scaled = reference_warp(logits, SamplingParams(temperature=params.temperature, top_k=params.top_k)).double()
-    probability = scaled.softmax(-1)
-    for token in differing:
-        better = probability[probability > probability[token]].sum()
-        assert abs(float(better) - params.top_p) < 1e-5
-
-
-@settings(max_examples=40, deadline=None)
-@given(rows=st.lists(one_row, min_size=1, max_size=6), seed=st.integers(0, 2**31))
-def test_repetition_penalty_equals_that_of_transformers_and_never_counts_padding(rows, seed):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(rows), VOCABULARY, generator=generator) * 3
-    histories = torch.randint(0, VOCABULARY, (8, 64), generator=generator)
-    lengths = torch.randint(1, 65, (len(rows),), generator=generator).tolist()
-    slots = torch.randperm(8, generator=generator)[: len(rows)].tolist()
-    asked = [Row(p, 0, 0, slot, length) for p, slot, length in zip(rows, slots, lengths, strict=True)]
-    penalized = process(logits, asked, histories)
-    for index, row in enumerate(asked):
-        ids = histories[row.slot, : row.length][None]
-        expected = logits[index : index + 1]
-        if row.params.repetition_penalty != 1:
-            expected = RepetitionPenaltyLogitsProcessor(row.params.repetition_penalty)(ids, expected)
-        torch.testing.assert_close(penalized[index], expected[0])
-
-
-def test_top_p_beyond_the_candidates_sorts_everything():
-    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 0.01
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    kept = (warp(logits.clone(), [params]) > -torch.inf).sum()
-    assert kept > CANDIDATES
-    assert kept == (reference_warp(logits[0], params) > -torch.inf).sum()
 
 
 def test_draws_follow_the_distribution():
@@ -160,3 +80,22 @@ def test_a_row_that_is_not_finite_is_told_and_spoils_no_other(poison):
     spoilt = choose(logits, rows, histories)
     assert spoilt.finite.tolist() == [True, False, True]
     assert spoilt.token_ids[[0, 2]].tolist() == clean.token_ids[[0, 2]].tolist()
+
+
+def test_top_tokens_are_the_models_own_best_whatever_the_processing():
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    asked = [
+        SamplingParams(top_n_tokens=3, temperature=2.0, watermark=True),
+        SamplingParams(),
+        SamplingParams(top_n_tokens=5),
+    ]
+    rows = [Row(p, 3, 5, slot, 1) for slot, p in enumerate(asked)]
+    choice = choose(logits, rows, torch.zeros(3, 8, dtype=torch.long))
+    assert [len(tokens) for tokens in choice.top_tokens] == [3, 0, 5]
+    logprobs = logits.log_softmax(-1)
+    for row, tokens in enumerate(choice.top_tokens):
+        values, ids = logprobs[row].topk(len(tokens))
+        assert [token_id for token_id, _ in tokens] == ids.tolist()
+        torch.testing.assert_close(torch.tensor([value for _, value in tokens]), values)
+    assert choice.top_tokens[2][0][0] == int(choice.token_ids[2])
+    assert choice.top_tokens[2][0][1] == pytest.approx(float(choice.logprobs[2]), abs=1e-6)
