@@ -9,6 +9,7 @@ from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.settings import load_settings
 from demo.theme import build_theme
+from demo.tokens import Answers
 from demo.visitors import Visitors
 from demo.web import app_kwargs
 from engine import Engine, LoadingError
@@ -26,7 +27,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the wait below
     with Engine(config) as engine:
         visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors)
-        page = build_page(engine, visitors, settings)
+        answers = Answers(engine)
+        page = build_page(engine, visitors, answers, settings)
         try:
             page.launch(
                 prevent_thread_lock=True,
@@ -36,7 +38,7 @@ def main() -> int:
                 theme=build_theme(),
                 head_paths=HEAD,
                 footer_links=[],
-                app_kwargs=app_kwargs(engine, Live(engine, visitors)),
+                app_kwargs=app_kwargs(engine, Live(engine, visitors), answers),
             )
             engine.wait_ready()
             page.block_thread()

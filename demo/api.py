@@ -1,6 +1,8 @@
-"""The endpoints for programs: `/generate`, `/chat`, `/compare` and `/stats`, and nothing else."""
+"""The endpoints for programs: `/generate`, `/details`, `/chat`, `/compare` and `/stats`, and nothing else."""
 
-from collections.abc import AsyncIterator
+import inspect
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
@@ -9,42 +11,35 @@ from demo.chat import SYSTEM_PROMPT
 from demo.race import progress
 from demo.refusals import readable, refusals, require
 from demo.streams import Streams
-from engine import Engine, SamplingParams
+from engine import Engine, Generation, SamplingParams
 
 
 def add_api(engine: Engine, streams: Streams) -> None:
     """Declare the endpoints inside the current `gr.Blocks`."""
 
-    async def stream_text(prompt: Any, params: SamplingParams, request: gr.Request) -> AsyncIterator[str]:
+    async def follow(prompt: Any, params: SamplingParams, request: gr.Request) -> AsyncIterator[Generation]:
+        """The generation at the pace of its stream, and once more when it has ended well."""
         with streams.place(request):
             generation = engine.submit(prompt, params, client=request.session_hash)
             with streams.follow(generation) as stream:
                 while await stream.next():
-                    yield generation.text
-            yield generation.result(timeout=0).text
+                    yield generation
+            generation.result(timeout=0)
+            yield generation
 
-    async def generate(
-        request: gr.Request,
-        prompt: str,
-        max_new_tokens: int = 128,
-        temperature: float = 0.7,
-        top_p: float = 0.95,
-        top_k: int = 50,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-    ) -> AsyncIterator[str]:
+    @takes_sampling
+    async def generate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
         """Continue raw text. Streams the whole text so far; the last message is the whole text."""
         with refusals():
-            params = SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-            )
-            async for text in stream_text(readable(prompt, "prompt"), params, request):
-                yield text
+            async for generation in follow(readable(prompt, "prompt"), sampling(*values), request):
+                yield generation.text
+
+    @takes_sampling
+    async def details(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[dict[str, Any]]:
+        """As /generate, in objects: {"text", "finish_reason": null} while it runs, at last everything known of it."""
+        with refusals():
+            async for generation in follow(readable(prompt, "prompt"), sampling(*values), request):
+                yield account(generation) if generation.done else {"text": generation.text, "finish_reason": None}
 
     async def chat(request: gr.Request, message: str, history: list | None = None) -> AsyncIterator[str]:
         """Answer `message` after `history`, a list of {"role", "content"}. Streams as /generate does."""
@@ -55,8 +50,8 @@ def add_api(engine: Engine, streams: Streams) -> None:
             if turns[0]["role"] != "system":
                 turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
             turns, _ = engine.fit_chat(turns, params.max_new_tokens)
-            async for text in stream_text(turns, params, request):
-                yield text
+            async for generation in follow(turns, params, request):
+                yield generation.text
 
     async def compare(request: gr.Request, prompt: str, new_tokens: int = 64) -> AsyncIterator[dict[str, Any]]:
         """Race naive against cached decoding. Streams both lanes' progress; the last message is the verdict."""
@@ -71,8 +66,70 @@ def add_api(engine: Engine, streams: Streams) -> None:
         """The engine's snapshot: model, queue, cache, throughput, totals, recent steps."""
         return engine.snapshot()
 
-    for endpoint in (generate, chat, compare, stats):
+    for endpoint in (generate, details, chat, compare, stats):
         gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
+
+
+def sampling(
+    max_new_tokens: int = 128,
+    temperature: float | None = 0.7,
+    top_p: float = 0.95,
+    top_k: int = 50,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    do_sample: bool | None = None,
+    typical_p: float = 1.0,
+    frequency_penalty: float = 0.0,
+    stop: list[str] | None = None,
+    ignore_eos: bool = False,
+    truncate: int | None = None,
+    top_n_tokens: int = 0,
+    prompt_logprobs: bool = False,
+    watermark: bool = False,
+    grammar: dict[str, Any] | None = None,
+) -> SamplingParams:
+    """What `/generate` and `/details` take after the prompt, in this order: the engine's own names and checks."""
+    asked: dict[str, Any] = locals()
+    return SamplingParams(**{**asked, "stop": [] if stop is None else stop})
+
+
+def takes_sampling(endpoint: Callable) -> Callable:
+    """Declare the parameters of `sampling` in the place of `endpoint`'s `*values`.
+
+    Gradio and its clients read names, types and defaults from the signature and the annotations.
+    """
+    own, theirs = inspect.signature(endpoint), inspect.signature(sampling)
+    first = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    vars(endpoint)["__signature__"] = own.replace(parameters=[*first, *theirs.parameters.values()])
+    endpoint.__annotations__ = {**sampling.__annotations__, **endpoint.__annotations__}
+    return endpoint
+
+
+def account(generation: Generation) -> dict[str, Any]:
+    """Everything known of a finished generation; the tokens' texts together are its text."""
+    result = generation.result_so_far()
+    tokens = [
+        {
+            "token_id": event.token_id,
+            "text": event.text,
+            "logprob": event.logprob,
+            "special": event.special,
+            "top_tokens": [asdict(token) for token in event.top_tokens],
+            "forward_ms": event.forward_ms,
+            "decode_ms": event.step_ms - event.forward_ms,
+        }
+        for event in generation.events
+    ]
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": result.new_tokens,
+        "tokens": tokens,
+        "prompt_logprobs": result.prompt_logprobs,
+        "timings": asdict(result.timings),
+    }
 
 
 def chat_history(history: Any) -> list[dict[str, str]]:
@@ -84,3 +141,17 @@ def chat_history(history: Any) -> list[dict[str, str]]:
         require(known, 'history must be a list of {"role", "content"} by system, user or assistant')
         turns.append({"role": turn["role"], "content": readable(turn.get("content"), "history content")})
     return turns
+
+
+class Page(gr.Blocks):
+    """Blocks whose endpoints for programs have defaults over plain HTTP, too, where values come by position."""
+
+    def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
+        """Add the defaults of what was left out at the end; `gr.Error` where there is more than an endpoint takes."""
+        if block_fn.api_visibility == "public":
+            most = len(block_fn.inputs)
+            if len(inputs) > most:
+                sentence = f"/{block_fn.api_name} takes at most {most} values, not {len(inputs)}"
+                raise gr.Error(sentence, print_exception=False)
+            inputs.extend(block.value for block in block_fn.inputs[len(inputs) :])
+        super().validate_inputs(block_fn, inputs)

@@ -3,6 +3,7 @@
 The conversation lives in the browser and comes back with each turn; the server keeps numbers only.
 """
 
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from time import monotonic
@@ -13,21 +14,37 @@ import gradio as gr
 from demo.refusals import REFUSALS, readable, require, sendable
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
+from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
 from engine import Engine, Generation, SamplingParams
 
 SYSTEM_PROMPT = "You are a helpful assistant. Answer in plain, short sentences."
 SPEED_EVERY_S = 1.0
+# The fields of Settings after the system prompt, in their order.
+SETTINGS = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "watermark",
+    "schema",
+)
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Update = tuple[Any, Any, Any]
 
 
 @dataclass
 class Visit:
-    """What the server remembers of an open page: the running turn, and what was measured."""
+    """What the server remembers of an open page: the running turn, what was measured, and the last answers' tokens."""
 
     generation: Generation | None = None
     measured: Measurements = field(default_factory=Measurements)
+    answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
 
     def stop(self) -> None:
         """Cancel the running turn, if there is one."""
@@ -38,9 +55,10 @@ class Visit:
 class Chat:
     """The handlers of the chat. Each yields (conversation, prompt, speed)."""
 
-    def __init__(self, engine: Engine, streams: Streams):
+    def __init__(self, engine: Engine, streams: Streams, answers: Answers):
         self._engine = engine
         self._streams = streams
+        self._answers = answers
 
     async def send(
         self, prompt: str, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
@@ -77,6 +95,7 @@ class Chat:
         """Forget the conversation and what was measured in it."""
         visit.stop()
         visit.measured = Measurements()
+        visit.answers.clear()
         return show([]), "", None
 
     async def _answer(
@@ -84,7 +103,7 @@ class Chat:
     ) -> AsyncIterator[Update]:
         yield show(messages, pending={"label": "sending"}), "", gr.skip()
         system, *sampling = settings
-        params = sampling_params(*sampling)
+        params = sampling_params(**dict(zip(SETTINGS, sampling, strict=True)))
         turns = [{"role": message["role"], "content": message["text"]} for message in messages]
         if system and system.strip():
             turns.insert(0, {"role": "system", "content": readable(system, "system prompt")})
@@ -92,15 +111,20 @@ class Chat:
         notice = f"{dropped} of the oldest messages no longer fit and were left out." if dropped else None
         with self._streams.place(request):
             generation = self._engine.submit(turns, params, client=request.session_hash, probe=True)
+            answer = self._answers.open(generation)
             visit.generation = generation
+            visit.answers.append(answer)
             try:
-                async for update in self._follow(generation, messages, notice, visit):
+                async for update in self._follow(generation, answer.key, messages, notice, visit):
                     yield update
             finally:
                 visit.measured = visit.measured.with_turn(generation)
+                answer.settle()
+                if visit.generation is generation and generation.done:
+                    visit.generation = None
 
     async def _follow(
-        self, generation: Generation, messages: list[Message], notice: str | None, visit: Visit
+        self, generation: Generation, key: str, messages: list[Message], notice: str | None, visit: Visit
     ) -> AsyncIterator[Update]:
         client = {"client": generation.client, "limit": self._engine.context, "notice": notice}
         speed_due = 0.0
@@ -110,28 +134,29 @@ class Chat:
                 if generation.events and monotonic() >= speed_due:
                     speed, speed_due = speed_value(visit.measured.with_turn(generation)), monotonic() + SPEED_EVERY_S
                 if generation.text:
-                    answer = {"role": "assistant", "text": generation.text, "note": note(generation)}
-                    yield show([*messages, answer], streaming=True, used=used(generation), **client), gr.skip(), speed
+                    yield (
+                        show([*messages, spoken(generation, key)], streaming=True, used=used(generation), **client),
+                        gr.skip(),
+                        speed,
+                    )
                 else:
                     pending = waiting(generation)
                     yield show(messages, pending=pending, used=used(generation), **client), gr.skip(), speed
-        answer = {"role": "assistant", "text": generation.text, "note": note(generation)}
         speed = speed_value(visit.measured.with_turn(generation))
-        yield show([*messages, answer], used=used(generation), **client), gr.skip(), speed
+        yield show([*messages, spoken(generation, key)], used=used(generation), **client), gr.skip(), speed
 
 
-def sampling_params(
-    max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, repetition_penalty: Any, seed: str, stop: str
-) -> SamplingParams:
-    """The fields of Settings as the engine takes them; stop strings stand one a line."""
+def sampling_params(seed: str, stop: str, schema: str, **numbers: Any) -> SamplingParams:
+    """The fields of Settings as the engine takes them; stop strings stand one a line.
+
+    The model's best tokens are asked for always, so that the tokens of any answer can be looked at later.
+    """
     return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
         seed=_seed(seed),
         stop=tuple(line for line in (stop or "").splitlines() if line),
+        grammar={"type": "json", "value": schema} if schema and schema.strip() else None,
+        top_n_tokens=RUNNERS_UP,
+        **numbers,
     )
 
 
@@ -153,6 +178,12 @@ def messages_of(conversation: Any) -> list[Message]:
 def show(messages: list[Message], **state: Any) -> dict[str, Any]:
     """The value of the conversation component: see static/conversation.js for the names in `state`."""
     return {"messages": messages, **state}
+
+
+def spoken(generation: Generation, key: str) -> Message:
+    """An answer as far as it is written; `answer` is the key under which its tokens can be had."""
+    shape = {"format": "json"} if generation.sequence.params.grammar else {}
+    return {"role": "assistant", "text": generation.text, "note": note(generation), "answer": key, **shape}
 
 
 def used(generation: Generation) -> int:

@@ -1,17 +1,19 @@
 """The page: what stands where, and which event calls what."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from demo.api import add_api
+from demo.api import Page, add_api
 from demo.chat import SYSTEM_PROMPT, Chat, Visit
 from demo.panel import panel
-from demo.prompts import STARTERS, race_prompts
+from demo.prompts import EXAMPLE_QUESTION, EXAMPLE_SCHEMA, STARTERS, race_prompts
 from demo.race import Race
 from demo.settings import PageSettings
 from demo.streams import Streams
+from demo.tokens import Answers
 from demo.visitors import Visitors
 from engine import Engine
 
@@ -22,17 +24,25 @@ HEAD = Path(__file__).parent / "static" / "head.html"
 _EVENT: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
 
 _RACE_HEADER = '<header><h2>Race</h2><p data-part="caption">for those who do not believe it</p></header>'
+_SCHEMA_HINT = (
+    "The answer is then forced to fit: nothing else can be said. One that reaches the most new tokens first is only "
+    "the beginning. Empty: off."
+)
 _TOGGLE_SETTINGS = "() => { document.documentElement.toggleAttribute('data-settings'); }"
+_MARK_JSON = "(schema) => { document.documentElement.toggleAttribute('data-json', Boolean(schema.trim())); }"
+_USE_EXAMPLE = (
+    f"(schema, prompt) => [{json.dumps(EXAMPLE_SCHEMA)}, prompt.trim() ? prompt : {json.dumps(EXAMPLE_QUESTION)}]"
+)
 
 
-def build_page(engine: Engine, visitors: Visitors, settings: PageSettings) -> gr.Blocks:
+def build_page(engine: Engine, visitors: Visitors, answers: Answers, settings: PageSettings) -> gr.Blocks:
     """The whole page, with its events and its API, ready to be launched."""
     streams = Streams(settings.max_per_address)
-    with gr.Blocks(title="KVScope", analytics_enabled=False, fill_width=True) as page:
+    with Page(title="KVScope", analytics_enabled=False, fill_width=True) as page:
         panel("header", elem_id="header")
         with gr.Row(elem_id="columns", equal_height=True):
             with gr.Column(elem_id="chat"):
-                speed_outputs = _chat_column(Chat(engine, streams))
+                speed_outputs = _chat_column(Chat(engine, streams, answers))
             with gr.Column(elem_id="side"):
                 panel("tabs", elem_id="tabs")
                 speed_outputs(panel("speed", elem_id="speed-now"))
@@ -53,7 +63,7 @@ def _chat_column(chat: Chat):
     visit = gr.State(Visit(), delete_callback=Visit.stop)
     conversation = panel("conversation", elem_id="conversation", events=("retry", "edit"))
     with gr.Column(elem_id="settings"):
-        settings = _settings_fields()
+        settings, example = _settings_fields()
     with gr.Row(elem_id="composer"):
         prompt = gr.Textbox(
             elem_id="prompt", placeholder="Ask something…", show_label=False, container=False, max_lines=6, scale=1
@@ -65,7 +75,10 @@ def _chat_column(chat: Chat):
             (gr.Button(label, scale=0, min_width=0, elem_classes="starter"), text) for label, text in STARTERS.items()
         ]
         new = gr.Button("New chat", elem_id="new-chat", scale=0, min_width=0)
-        gr.Button("Settings", scale=0, min_width=0).click(None, js=_TOGGLE_SETTINGS)
+        gr.Button("Settings", elem_classes="open-settings", scale=0, min_width=0).click(None, js=_TOGGLE_SETTINGS)
+    schema = settings[-1]
+    schema.change(None, schema, js=_MARK_JSON, api_visibility="private")
+    example.click(None, [schema, prompt], [schema, prompt], js=_USE_EXAMPLE, api_visibility="private")
 
     def connect(speed: gr.HTML) -> None:
         outputs = [conversation, prompt, speed]
@@ -80,8 +93,8 @@ def _chat_column(chat: Chat):
     return connect
 
 
-def _settings_fields() -> list[gr.components.Component]:
-    """In the order in which `Chat` takes them."""
+def _settings_fields() -> tuple[list[Any], gr.Button]:
+    """The system prompt, then `SETTINGS` in their order; and the button that fills in the example of a schema."""
     system = gr.Textbox(SYSTEM_PROMPT, label="System prompt", lines=2, max_lines=4)
     with gr.Row():
         most = gr.Slider(1, 1024, 256, step=1, label="Most new tokens")
@@ -89,11 +102,23 @@ def _settings_fields() -> list[gr.components.Component]:
     with gr.Row():
         top_p = gr.Slider(0.05, 1, 0.95, step=0.05, label="Top-p (1: off)")
         top_k = gr.Slider(0, 200, 50, step=1, label="Top-k (0: off)")
-        penalty = gr.Slider(0.5, 2, 1.1, step=0.05, label="Repetition penalty (1: off)")
+        typical_p = gr.Slider(0.05, 1, 1, step=0.05, label="Typical-p (1: off)")
+    with gr.Row():
+        repetition = gr.Slider(0.5, 2, 1.1, step=0.05, label="Repetition penalty (1: off)")
+        frequency = gr.Slider(-2, 2, 0, step=0.1, label="Frequency penalty (0: off)")
     with gr.Row():
         seed = gr.Textbox("", label="Seed (empty: a new one each time)", max_lines=1)
         stop = gr.Textbox("", label="Stop strings, one a line", max_lines=3)
-    return [system, most, temperature, top_p, top_k, penalty, seed, stop]
+    watermark = gr.Checkbox(
+        False, label="Watermark (one quarter of the vocabulary is preferred, by which a detector knows the text)"
+    )
+    with gr.Column(elem_id="schema"):
+        schema = gr.Textbox("", label="Answer as JSON (schema)", lines=3, max_lines=14, elem_id="schema-text")
+        with gr.Row():
+            example = gr.Button("Use the example", scale=0, min_width=0)
+            gr.HTML(_SCHEMA_HINT, elem_id="schema-hint")
+    fields = [most, temperature, top_p, top_k, typical_p, repetition, frequency, seed, stop, watermark, schema]
+    return [system, *fields], example
 
 
 def _batch_card(visitors: Visitors) -> None:

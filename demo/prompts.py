@@ -18,6 +18,22 @@ RACES = {
 }
 LONG_RACE = "A whole page"
 
+EXAMPLE_QUESTION = "Describe the city of Lisbon."
+EXAMPLE_SCHEMA = """{
+  "type": "object",
+  "properties": {
+    "name": {"type": "string", "maxLength": 40},
+    "country": {"type": "string", "maxLength": 40},
+    "population": {"type": "integer", "minimum": 0, "maximum": 50000000},
+    "known_for": {
+      "type": "array", "minItems": 1, "maxItems": 3,
+      "items": {"type": "string", "minLength": 4, "maxLength": 60}
+    }
+  },
+  "required": ["name", "country", "population", "known_for"],
+  "additionalProperties": false
+}"""
+
 VISITORS = (
     "Tell me a short story about a clockmaker.",
     "List five facts about the sea.",

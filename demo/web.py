@@ -17,13 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from demo.live import Live
 from demo.panel import STATIC
+from demo.tokens import Answers
 from engine import Engine
 
 PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 A_WEEK = {"Cache-Control": "public, max-age=604800"}
 
 
-def app_kwargs(engine: Engine, live: Live) -> dict[str, Any]:
+def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
     """What Gradio's application is made with, so that these routes come before Gradio's own."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
@@ -37,6 +38,13 @@ def app_kwargs(engine: Engine, live: Live) -> dict[str, Any]:
     async def live_message(_: Request) -> Response:
         return Response(live.message(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
+    async def tokens(request: Request) -> Response:
+        start = request.query_params.get("from", "0")
+        if not (start.isascii() and start.isdecimal() and len(start) < 9):
+            return PlainTextResponse("from must be a whole number from 0", status_code=422)
+        message = answers.message(request.query_params.get("answer", ""), int(start))
+        return JSONResponse(message, headers={"Cache-Control": "no-store"})
+
     async def plotly_js(_: Request) -> Response:
         return FileResponse(PLOTLY_JS, media_type="text/javascript", headers=A_WEEK)
 
@@ -44,10 +52,27 @@ def app_kwargs(engine: Engine, live: Live) -> dict[str, Any]:
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/kvscope/live", live_message),
+        Route("/kvscope/tokens", tokens),
         Route("/kvscope/plotly.min.js", plotly_js),
         Mount("/kvscope", StaticFiles(directory=STATIC)),
     ]
-    return {"routes": routes, "middleware": [Middleware(RefuseUploads)]}
+    return {
+        "routes": routes,
+        "middleware": [Middleware(RefuseUploads)],
+        "exception_handlers": {TypeError: refuse_call, KeyError: refuse_call},
+    }
+
+
+async def refuse_call(request: Request, error: Exception) -> Response:
+    """A sentence where Gradio's calls by name (`/call/v2/...`) raise about a name that it does not know.
+
+    Anything else stays a crash and is logged as one.
+    """
+    name = request.url.path.rstrip("/").rpartition("/call/v2/")[2]
+    if name == request.url.path.rstrip("/") or "/" in name:
+        raise error
+    sentence = f"there is no endpoint /{name}" if isinstance(error, KeyError) else str(error).partition(" Please")[0]
+    return JSONResponse({"error": sentence}, status_code=422)
 
 
 class RefuseUploads:

@@ -181,6 +181,16 @@ DEFAULTS = {
     "top_k": 50,
     "repetition_penalty": 1.0,
     "seed": None,
+    "do_sample": None,
+    "typical_p": 1.0,
+    "frequency_penalty": 0.0,
+    "stop": None,
+    "ignore_eos": False,
+    "truncate": None,
+    "top_n_tokens": 0,
+    "prompt_logprobs": False,
+    "watermark": False,
+    "grammar": None,
 }
 
 
@@ -189,7 +199,7 @@ class ApiError(Exception):
 
 
 def generate_data(prompt: Any, **overrides: Any) -> list[Any]:
-    """The inputs of `/generate` in its order; over plain HTTP there are no defaults."""
+    """The inputs of `/generate` and `/details`, all of them, in their order."""
     return [prompt, *{**DEFAULTS, **overrides}.values()]
 
 

@@ -3,7 +3,8 @@
     python tests/screenshot.py                                   the picture in the documentation
     python tests/screenshot.py --state race --theme dark --width 400 --out race.png
 
-States: idle, reading (a long prompt), streaming (with visitors), race (finished), error (a refused prompt).
+States: idle, reading (a long prompt), streaming (with visitors), race (finished), error (a refused prompt),
+tokens (an answer's tokens and what is known of one), schema (the example of an answer as JSON).
 Fetches the default model where it has not been fetched yet; needs Debian's Chromium.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "browser")]
 
-from pages import ANSWER, FIGURES, prompt_field  # noqa: E402
+from pages import ANSWER, FIGURES, prompt_field, wait_until_answered  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 from running_app import RunningApp, eventually, running_app  # noqa: E402
 
@@ -67,7 +68,28 @@ def error(page: Page, app: RunningApp) -> None:
     expect(page.locator('#conversation [data-part="notice"]')).to_be_visible()
 
 
-STATES = {state.__name__: state for state in (idle, reading, streaming, race, error)}
+def tokens(page: Page, app: RunningApp) -> None:
+    """An answer is over and shown as its tokens, one of which is looked at."""
+    page.get_by_role("button", name="A haiku").click()
+    expect(page.locator(ANSWER)).not_to_be_empty()
+    wait_until_answered(page)
+    page.get_by_role("button", name="Tokens").click()
+    page.locator("#conversation .token").nth(2).focus()
+    expect(page.locator("#token-card")).to_be_visible()
+
+
+def schema(page: Page, app: RunningApp) -> None:
+    """The example of a schema was asked; Settings stand open beside its answer."""
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Use the example").click()
+    expect(prompt_field(page)).not_to_have_value("")
+    prompt_field(page).press("Enter")
+    expect(page.locator(ANSWER)).not_to_be_empty()
+    wait_until_answered(page)
+    page.locator("#settings").evaluate("node => { node.scrollTop = node.scrollHeight; }")
+
+
+STATES = {state.__name__: state for state in (idle, reading, streaming, race, error, tokens, schema)}
 
 
 def show_tab(page: Page, name: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from running_app import (
+    DEFAULTS,
     ROOT,
     ApiError,
     EventParser,
@@ -29,6 +31,9 @@ from running_app import (
     save_talkative_model,
     stream,
 )
+from tiny import SPECIAL
+
+from engine import SamplingParams
 
 CONTEXT = 4096
 BATCH = 16
@@ -123,15 +128,26 @@ def test_no_file_of_the_server_can_be_fetched(app, path):
 # ---- the API as its clients use it
 
 
-def test_only_the_four_endpoints_are_listed(client):
+def test_only_the_five_endpoints_are_listed(client):
     api = client.view_api(return_format="dict", print_info=False)
-    assert set(api["named_endpoints"]) == {"/generate", "/chat", "/compare", "/stats"}
+    assert set(api["named_endpoints"]) == {"/generate", "/details", "/chat", "/compare", "/stats"}
     assert not api["unnamed_endpoints"]
-    parameters = {p["parameter_name"]: p for p in api["named_endpoints"]["/generate"]["parameters"]}
-    assert list(parameters) == [
+
+
+@pytest.mark.parametrize("endpoint", ["/generate", "/details"])
+def test_every_parameter_is_listed_by_name_with_its_default_and_type(client, endpoint):
+    api = client.view_api(return_format="dict", print_info=False)["named_endpoints"][endpoint]
+    parameters = {p["parameter_name"]: p for p in api["parameters"]}
+    # These came first, and stay where they were.
+    assert list(parameters)[:7] == [
         "prompt", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed",
     ]  # fmt: skip
+    assert set(parameters) == {"prompt", *(field.name for field in fields(SamplingParams))}
     assert [name for name, p in parameters.items() if not p["parameter_has_default"]] == ["prompt"]
+    assert {name: p["parameter_default"] for name, p in parameters.items() if name != "prompt"} == DEFAULTS
+    kinds = {name: p["python_type"]["type"] for name, p in parameters.items()}
+    assert kinds["prompt"] == "str" and kinds["max_new_tokens"] == "int" and kinds["watermark"] == "bool"
+    assert "list[str]" in kinds["stop"] and "dict" in kinds["grammar"]
 
 
 def test_generate_streams_growing_text_and_ends_with_all_of_it(client):
@@ -153,6 +169,162 @@ def test_generate_needs_nothing_but_a_prompt(app, client):
 def test_generate_is_greedy_at_temperature_zero(app):
     first, second = (generate(app, "abc", max_new_tokens=40, temperature=0, seed=seed)[-1] for seed in (1, 2))
     assert first == second
+
+
+def test_over_plain_http_what_is_left_out_at_the_end_has_its_default(app):
+    seven = ["Once", 40, 0.7, 0.95, 50, 1.0, 11]
+    texts = list(stream(app, "generate", *seven))
+    assert texts[-1] == generate(app, "Once", max_new_tokens=40, seed=11)[-1]
+    assert list(stream(app, "details", "Once", 40))[-1]["new_tokens"] == 40
+    assert list(stream(app, "generate", "Once", 3))[-1]
+
+
+def call_by_name(app: RunningApp, endpoint: str, **values: Any) -> httpx.Response:
+    """Gradio's other plain call: values by name; the events where it was accepted, the refusal where not."""
+    response = httpx.post(f"{app.url}gradio_api/call/v2/{endpoint}", json=values)
+    if response.status_code == 200:
+        return app.get(f"gradio_api/call/{endpoint}/{response.json()['event_id']}")
+    return response
+
+
+def test_unknown_names_and_too_many_values_are_refused_with_a_sentence(app, client):
+    requests, logged = app.stats()["totals"]["requests"], len(app.log)
+    with pytest.raises(TypeError, match="`temprature` is not a valid key-word argument"):
+        client.predict("a", temprature=1, api_name="/generate")
+    for endpoint, values, sentence in [
+        ("generate", {"prompt": "a", "temprature": 1}, "Parameter `temprature` is not a valid key-word argument."),
+        ("details", {"prompt": "a", "self": 1}, "Parameter `self` is not a valid key-word argument."),
+        ("generate", {}, "No value provided for required argument: prompt"),
+        ("nothing", {"prompt": "a"}, "there is no endpoint /nothing"),
+    ]:
+        response = call_by_name(app, endpoint, **values)
+        assert (response.status_code, response.json()) == (422, {"error": sentence})
+    with pytest.raises(ApiError, match="^/generate takes at most 17 values, not 18$"):
+        list(stream(app, "generate", *generate_data("a"), "more"))
+    with pytest.raises(ApiError, match="^prompt must be text, not NoneType$"):
+        list(stream(app, "generate"))
+    assert app.stats()["totals"]["requests"] == requests
+    assert app.log[logged:] == ""
+    # Known names are served.
+    events = call_by_name(app, "generate", prompt="a", max_new_tokens=3, stop=["zzz"], grammar=None)
+    assert events.status_code == 200 and "event: complete" in events.text
+
+
+def test_details_say_everything_about_each_token(app, client):
+    asked = {"max_new_tokens": 24, "temperature": 1.0, "seed": 4, "top_n_tokens": 3, "prompt_logprobs": True}
+    *progress, last = list(client.submit("Once upon", **asked, api_name="/details"))
+    assert all(set(part) == {"text", "finish_reason"} and part["finish_reason"] is None for part in progress)
+    assert progress and all(last["text"].startswith(part["text"]) for part in progress)
+    assert (last["finish_reason"], last["seed"], last["new_tokens"]) == ("length", 4, 24)
+    assert last["text"] == "".join(token["text"] for token in last["tokens"])
+    assert last["text"] == client.predict("Once upon", **asked, api_name="/generate")
+    assert len(last["tokens"]) == last["new_tokens"]
+    for token in last["tokens"]:
+        assert set(token) == {"token_id", "text", "logprob", "special", "top_tokens", "forward_ms", "decode_ms"}
+        best = [top["logprob"] for top in token["top_tokens"]]
+        assert len(best) == 3 and best == sorted(best, reverse=True)
+        assert sum(map(math.exp, best)) <= 1 + 1e-5 and token["logprob"] <= best[0] + 1e-5
+        same = [top["logprob"] for top in token["top_tokens"] if top["token_id"] == token["token_id"]]
+        assert same == pytest.approx([token["logprob"]] * len(same))
+        assert token["forward_ms"] > 0 and token["decode_ms"] >= 0
+    first, *rest = last["prompt_logprobs"]
+    assert len(rest) + 1 == last["prompt_tokens"] == len("Once upon")
+    assert first is None and all(logprob < 0 for logprob in rest)
+    assert set(last["timings"]) == {"queue_s", "prefill_s", "first_token_s", "decode_s", "tokens_per_second"}
+
+
+def test_a_drawn_seed_is_told_and_draws_the_same_again(app):
+    first = list(stream(app, "details", *generate_data("Once", max_new_tokens=40, temperature=1.0)))[-1]
+    again = list(stream(app, "details", *generate_data("Once", max_new_tokens=40, temperature=1.0, seed=first["seed"])))
+    assert again[-1]["text"] == first["text"]
+    assert [t["token_id"] for t in again[-1]["tokens"]] == [t["token_id"] for t in first["tokens"]]
+    assert first["tokens"][0]["top_tokens"] == [] and first["prompt_logprobs"] is None
+
+
+def test_each_parameter_reaches_the_engine(app):
+    def said(**overrides: Any) -> dict[str, Any]:
+        data = generate_data("Once upon a time", **{"max_new_tokens": 60, "seed": 3, **overrides})
+        return list(stream(app, "details", *data))[-1]
+
+    usual = said()
+    for changed in (
+        {"do_sample": False},
+        {"typical_p": 0.3},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 3.0},
+        {"truncate": 3},
+        {"watermark": True},
+    ):
+        assert said(**changed)["text"] != usual["text"], changed
+    letter = usual["text"].strip()[5]
+    stopped = said(stop=[letter])
+    assert stopped["finish_reason"] == "stop_sequence"
+    assert stopped["text"] == usual["text"][: usual["text"].index(letter)]
+    assert said(truncate=3)["prompt_tokens"] == 3
+
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "founded": {"type": "integer", "minimum": 0, "maximum": 2000},
+        "kinds": {"type": "array", "items": {"enum": ["port", "capital"]}, "maxItems": 2},
+    },
+    "required": ["name", "founded", "kinds"],
+    "additionalProperties": False,
+}
+
+MONTH = "[0-9]{4}-[01][0-9]"
+
+
+@pytest.fixture(scope="module")
+def ending(tiny_folder) -> Iterator[RunningApp]:
+    """A model that can end its answer, as one that shall fit a grammar has to."""
+    with running_app(tiny_folder) as app:
+        yield app
+
+
+def test_answers_fit_the_schema_or_the_pattern(ending):
+    client = Client(ending.url, verbose=False)
+    for seed in range(5):
+        asked = {"max_new_tokens": 240, "temperature": 1.0, "seed": seed}
+        *_, last = client.submit("a city", grammar={"type": "json", "value": CITY}, **asked, api_name="/details")
+        assert last["finish_reason"] == "eos_token" and last["tokens"][-1]["special"]
+        city = json.loads(last["text"])
+        assert set(city) == {"name", "founded", "kinds"}
+        assert 1 <= len(city["name"]) <= 12 and 0 <= city["founded"] <= 2000 and isinstance(city["founded"], int)
+        assert len(city["kinds"]) <= 2 and set(city["kinds"]) <= {"port", "capital"}
+        same = client.predict(
+            "a city", grammar={"type": "json", "value": json.dumps(CITY)}, **asked, api_name="/generate"
+        )
+        assert same == last["text"]
+        month = {"type": "regex", "value": MONTH}
+        assert re.fullmatch(MONTH, client.predict("on", grammar=month, **asked, api_name="/generate"))
+
+
+def test_an_answer_cut_at_its_limit_is_the_beginning_of_one_that_fits(ending):
+    schema = {"type": "json", "value": CITY}
+    cut = generate(ending, "a city", max_new_tokens=12, temperature=1.0, seed=1, grammar=schema)[-1]
+    assert cut.startswith('{"name": "')
+
+
+def test_the_end_of_an_answer_can_be_ignored(ending):
+    data = {"max_new_tokens": 600, "temperature": 2.0, "seed": 1}
+    ended = list(stream(ending, "details", *generate_data("a", **data)))[-1]
+    assert ended["finish_reason"] == "eos_token" and ended["tokens"][-1]["token_id"] >= 256
+    assert len(SPECIAL) == 3 and ended["new_tokens"] < 600
+    on = list(stream(ending, "details", *generate_data("a", ignore_eos=True, **data)))[-1]
+    assert (on["finish_reason"], on["new_tokens"]) == ("length", 600)
+
+
+def test_the_tokens_of_answers_are_told_to_nobody_who_does_not_know_the_key(app):
+    response = app.get("kvscope/tokens", params={"answer": "guessed", "from": 3})
+    assert response.json() == {"from": 3, "tokens": None, "kept": 8}
+    assert response.headers["cache-control"] == "no-store"
+    assert app.get("kvscope/tokens").json()["tokens"] is None
+    for start in ("-1", "x", "1e3", "9" * 30, "²"):
+        response = app.get("kvscope/tokens", params={"answer": "guessed", "from": start})
+        assert (response.status_code, response.text) == (422, "from must be a whole number from 0")
 
 
 def test_chat_answers_after_a_history(client):
@@ -223,6 +395,52 @@ REFUSED = {
     "huge seed": (generate_data("a", seed=2**63), WHOLE.format("seed", 0)),
     "worded seed": (generate_data("a", seed="lucky"), WHOLE.format("seed", 0) + "'lucky'"),
     "seed that is true": (generate_data("a", seed=True), WHOLE.format("seed", 0) + "True"),
+    "worded choice": (generate_data("a", do_sample="yes"), "do_sample must be true, false or None, not 'yes'"),
+    "no typical_p": (generate_data("a", typical_p=0), "typical_p must be a number above 0 and at most 1, not 0"),
+    "null typical_p": (
+        generate_data("a", typical_p=None),
+        "typical_p must be a number above 0 and at most 1, not None",
+    ),
+    "huge frequency penalty": (
+        generate_data("a", frequency_penalty=3),
+        "frequency_penalty must be a number from -2 to 2, not 3",
+    ),
+    "null frequency penalty": (generate_data("a", frequency_penalty=None), "frequency_penalty must be .* not None"),
+    "number as stop": (generate_data("a", stop=3), "stop must be a string or a list of strings, not int"),
+    "numbers as stop": (generate_data("a", stop=[3]), "stop must be a string or a list of strings"),
+    "empty stop": (generate_data("a", stop=[""]), "stop must hold at most 16 strings of 1 to 256 characters each"),
+    "many stops": (generate_data("a", stop=["x"] * 17), "stop must hold at most 16 strings"),
+    "null end": (generate_data("a", ignore_eos=None), "ignore_eos must be true or false, not None"),
+    "cut to nothing": (generate_data("a", truncate=0), WHOLE.format("truncate", 1) + "0"),
+    "too many tops": (generate_data("a", top_n_tokens=21), "top_n_tokens must be a whole number from 0 to 20, not 21"),
+    "null tops": (generate_data("a", top_n_tokens=None), "top_n_tokens must be a whole number from 0 to 20, not None"),
+    "worded logprobs": (generate_data("a", prompt_logprobs="yes"), "prompt_logprobs must be true or false, not 'yes'"),
+    "numbered watermark": (generate_data("a", watermark=1), "watermark must be true or false, not 1"),
+    "grammar as text": (
+        generate_data("a", grammar="[0-9]+"),
+        r"grammar must be \{\"type\": \"json\".* not '\[0-9\]\+'",
+    ),
+    "unknown grammar": (generate_data("a", grammar={"type": "lark", "value": "x"}), "grammar must be .* not .*lark"),
+    "grammar with more": (
+        generate_data("a", grammar={"type": "regex", "value": "x", "flags": "i"}),
+        "grammar must be .* not .*flags",
+    ),
+    "schema that does not parse": (
+        generate_data("a", grammar={"type": "json", "value": "{"}),
+        r"grammar must be a JSON schema that can be followed, not '\{': ",
+    ),
+    "schema of no type": (
+        generate_data("a", grammar={"type": "json", "value": {"type": "strin"}}),
+        "grammar must be a JSON schema that can be followed, not .*strin",
+    ),
+    "pattern that does not parse": (
+        generate_data("a", grammar={"type": "regex", "value": "(a"}),
+        r"grammar must be a regular expression that can be followed, not '\(a': ",
+    ),
+    "pattern that cannot match": (
+        generate_data("a", grammar={"type": "regex", "value": r"a[^\s\S]"}),
+        "grammar must be a regular expression that can be followed, not .*: nothing can match it",
+    ),
 }
 REFUSED_ELSEWHERE = {
     "empty message": ("chat", ["  ", None], "message must not be empty"),
@@ -239,6 +457,7 @@ REFUSED_ELSEWHERE = {
     "race too long": ("compare", ["a" * 600, 8], r"prompt \(600 tokens\) and new_tokens \(8\) .* at most 512 tokens"),
 }
 ALL_REFUSED = {**{name: ("generate", *case) for name, case in REFUSED.items()}, **REFUSED_ELSEWHERE}
+ALL_REFUSED["details, too"] = ("details", *REFUSED["no top_p"])
 
 
 def test_bad_input_gets_a_sentence_and_queues_nothing(app, subtests):
@@ -247,7 +466,7 @@ def test_bad_input_gets_a_sentence_and_queues_nothing(app, subtests):
         with subtests.test(name):
             with pytest.raises(ApiError, match=sentence) as refusal:
                 list(stream(app, endpoint, *data))
-            assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 200
+            assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
             # What comes after it is served.
             assert generate(app, "good", max_new_tokens=1)
     after = app.stats()

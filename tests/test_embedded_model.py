@@ -1,5 +1,7 @@
 """The embedded 135M model: real text, where near-ties between logits are real, too."""
 
+import re
+
 import pytest
 import torch
 from reference import TIE, assert_greedy, run_until_done
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.grammar import Grammars
 from engine.loading import ModelFiles, eos_token_ids, load_model, load_tokenizer
 from engine.packing import pack_linears
 from engine.params import SamplingParams
@@ -65,20 +68,34 @@ def test_cached_logits_are_the_naive_ones(runner, tokenizer):
     assert (cached - naive).abs().max() < TIE / 2
 
 
-def test_sampled_text_is_the_same_alone_and_among_strangers(runner, tokenizer):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"typical_p": 0.9, "frequency_penalty": 0.4, "watermark": True, "top_n_tokens": 3, "prompt_logprobs": True},
+        {"typical_p": 0.9, "grammar": {"type": "regex", "value": "([A-Z][a-z]+ ?)+[.]"}},
+    ],
+)
+def test_sampled_text_is_the_same_alone_and_among_strangers(runner, tokenizer, embedded_folder, more):
     """A draw that falls within rounding of the edge between two tokens would be the only excuse."""
-    params = SamplingParams(max_new_tokens=24, temperature=0.7, top_k=50, top_p=0.95, repetition_penalty=1.1)
+    params = SamplingParams(
+        max_new_tokens=24, temperature=0.7, top_k=50, top_p=0.95, repetition_penalty=1.1, ignore_eos=True, **more
+    )
+    grammars = Grammars(embedded_folder, runner.vocabulary, eos_token_ids(embedded_folder))
     ids = tokenizer(PROMPTS[0])["input_ids"]
 
     def tokens(others: int) -> list[int]:
-        core = EngineCore(runner, EngineConfig(max_batch_size=8), frozenset())
+        core = EngineCore(runner, EngineConfig(max_batch_size=8), frozenset(), grammars)
         strangers = [
             Sequence(1 + i, tokenizer(PROMPTS[i + 1])["input_ids"], SamplingParams(max_new_tokens=24, temperature=1), i)
             for i in range(others)
         ]
         return run_until_done(core, [*strangers, Sequence(0, ids, params, seed=11)], join_every=2)[0]
 
-    assert tokens(0) == tokens(3)
+    alone = tokens(0)
+    assert len(alone) == 24 and alone == tokens(3)
+    if params.grammar:
+        assert re.fullmatch("([A-Z][a-z]+ ?)*[A-Z]?[a-z]*[.]?", tokenizer.decode(alone, skip_special_tokens=True))
 
 
 def test_the_chat_template_ends_turns_with_the_models_end_token(tokenizer, embedded_folder):

@@ -1,7 +1,7 @@
 // The batch: a bar a request; yours says "you", brought visitors say so, nobody else has a name.
 
 import { Figure } from "./figure.js";
-import { onLive, you } from "./live.js";
+import { onLive, wake, you } from "./live.js";
 import { count, parts, say } from "./words.js";
 
 const MOST_NAMED_LANES = 12;
@@ -11,6 +11,7 @@ export function mount({ element }) {
   const part = parts(element);
   const figure = new Figure(part.figure);
   const brought = new Set();
+  document.addEventListener("click", ({ target }) => target.closest("#visitors") && wake());
   onLive((live) => {
     live.brought.forEach((client) => brought.add(client));
     const { running, waiting, most, tokens_per_second: speed } = live;

@@ -1,8 +1,11 @@
-// The conversation. `value` is {messages: [{role, text, note}]} and, while or after an answer is written:
-// pending {label, progress}, streaming, notice, used and limit (tokens of context), client (your number).
+// The conversation. `value` is {messages: [{role, text, note, answer, format}]}, where `answer` is the key of its tokens,
+// and, while or after an answer is written: pending {label, progress}, streaming, notice, used and limit (tokens of
+// context), client (your number).
 
+import { indented } from "./json.js";
 import { wake, you } from "./live.js";
 import { markdown } from "./markdown.js";
+import { TokenView } from "./tokens.js";
 import { count, parts, say } from "./words.js";
 
 const root = document.documentElement;
@@ -54,6 +57,12 @@ class Message {
     this.note = foot.appendChild(document.createElement("span"));
     const actions = foot.appendChild(document.createElement("span"));
     actions.className = "actions-of-message";
+    if (role === "assistant") {
+      this.toggle = this.button(actions, "Tokens", () => this.toggleTokens(), "also-writing");
+      this.toggle.ariaPressed = "false";
+      this.hint = Object.assign(document.createElement("p"), { className: "hint", role: "status" });
+      this.body.after(this.hint);
+    }
     this.button(actions, "Copy", () => navigator.clipboard?.writeText(this.text), "");
     if (role === "assistant") this.button(actions, "Retry", () => trigger("retry"), "last-only");
     else this.button(actions, "Edit", () => trigger("edit"), "last-only");
@@ -64,16 +73,51 @@ class Message {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: label, className });
     button.addEventListener("click", action);
     parent.append(button);
+    return button;
   }
 
-  show({ text, note }, { writing, last }) {
-    if (this.text !== text) {
-      this.text = text;
-      if (this.role === "assistant") this.body.replaceChildren(...markdown(text));
-      else this.body.textContent = text;
-    }
+  show({ text, note, answer, format }, { writing, last }) {
+    if (this.toggle) this.toggle.hidden = !answer;
+    if (this.answer !== answer) this.hideTokens();
+    const grown = this.text !== text;
+    Object.assign(this, { text, answer, format });
+    if (grown && !this.tokens?.node.isConnected) this.showText();
+    // The note changes with every token, also with those that have no text.
+    if (this.tokens && this.note.textContent !== note) this.tokens.refresh();
     say(this.note, note ?? "");
     this.node.toggleAttribute("data-writing", Boolean(writing));
     this.node.toggleAttribute("data-last", Boolean(last));
+  }
+
+  showText() {
+    const json = () => Object.assign(document.createElement("pre"), { className: "json", textContent: indented(this.text) });
+    if (this.role === "user") this.body.textContent = this.text;
+    else if (this.format === "json") this.body.replaceChildren(json());
+    else this.body.replaceChildren(...markdown(this.text));
+  }
+
+  toggleTokens() {
+    if (this.tokens) return this.hideTokens();
+    const current = (act) => (...values) => this.tokens === view && act(...values);
+    const view = new TokenView(this.answer, current(() => this.showTokens()), current((why) => this.hideTokens(why)));
+    this.tokens = view;
+    say(this.hint, "");
+    this.toggle.ariaPressed = "true";
+  }
+
+  showTokens() {
+    if (this.tokens.node.isConnected) return;
+    this.body.replaceChildren(this.tokens.node);
+    say(this.hint, "The stronger the tint, the less likely the model held the token. Point at one, tap it, or go by arrow keys.");
+  }
+
+  /** Back to the text; `why` stands under it. */
+  hideTokens(why = "") {
+    if (!this.tokens) return;
+    this.tokens.close();
+    this.tokens = null;
+    this.toggle.ariaPressed = "false";
+    this.showText();
+    say(this.hint, why);
   }
 }

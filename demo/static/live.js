@@ -2,10 +2,12 @@
 // and the message about everybody, fetched once a second while something runs.
 
 const ACTIVE_MS = 1000, IDLE_MS = 4000, RETRY_MS = 2000;
+const LOOKS_AFTER_WAKING = 3;
 const root = document.documentElement;
 const listeners = new Set();
 let latest = null;
 let timer = null;
+let looks = 0;
 
 export const you = { client: null };
 
@@ -15,8 +17,9 @@ export function onLive(listener) {
   if (latest) listener(latest);
 }
 
-/** Ask now: something has just begun. */
+/** Ask now and soon again: something has just begun, or will when the server has heard of it. */
 export function wake() {
+  looks = LOOKS_AFTER_WAKING;
   clearTimeout(timer);
   timer = setTimeout(poll, 150);
 }
@@ -32,7 +35,7 @@ async function poll() {
     root.dataset.connection = "open";
     root.dataset.worker = latest.worker;
     for (const listener of listeners) listener(latest);
-    pause = latest.active || latest.worker !== "ready" ? ACTIVE_MS : IDLE_MS;
+    pause = latest.active || latest.worker !== "ready" || looks-- > 0 ? ACTIVE_MS : IDLE_MS;
   } catch {
     root.dataset.connection = "lost";
   }

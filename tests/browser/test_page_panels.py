@@ -42,11 +42,13 @@ def test_visitors_fill_the_batch(page: Page, app):
     page.locator("#visitors").click()
     eventually(lambda: app.queue()["running"] > 1)
     assert app.queue()["peak_batch_size"] > 1
-    expect(page.locator("#visitors-said")).to_contain_text("6 came.")
     expect(page.locator('#batch-timeline [data-part="caption"]')).to_have_text(re.compile(r"^[1-9]\d* of 16 rows"))
+    expect(page.locator("#visitors-said")).to_contain_text("6 came.")
     # Each is drawn, also one that said only a word; those who were here together in lanes of their own.
     bars = f"document.querySelector('{FIGURES['batch']}').data"
-    page.wait_for_function(f"new Set({bars}.flatMap(({{ customdata }}) => customdata.map(([client]) => client))).size >= 6")
+    page.wait_for_function(
+        f"new Set({bars}.flatMap(({{ customdata }}) => customdata.map(([client]) => client))).size >= 6"
+    )
     page.wait_for_function(f"new Set({bars}.flatMap(({{ y }}) => y)).size > 1")
 
 
