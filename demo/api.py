@@ -44,7 +44,7 @@ def add_api(engine: Engine, streams: Streams) -> None:
     async def chat(request: gr.Request, message: str, history: list | None = None) -> AsyncIterator[str]:
         """Answer `message` after `history`, a list of {"role", "content"}. Streams as /generate does."""
         with refusals():
-            params = SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95, top_k=50)
+            params = SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95, top_k=50, stop=engine.turn_end)
             turns = [*chat_history(history), {"role": "user", "content": readable(message, "message")}]
             require(bool(turns[-1]["content"].strip()), "message must not be empty")
             if turns[0]["role"] != "system":

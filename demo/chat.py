@@ -5,7 +5,7 @@ The conversation lives in the browser and comes back with each turn; the server 
 
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -104,6 +104,7 @@ class Chat:
         yield show(messages, pending={"label": "sending"}), "", gr.skip()
         system, *sampling = settings
         params = sampling_params(**dict(zip(SETTINGS, sampling, strict=True)))
+        params = replace(params, stop=params.stop + self._engine.turn_end)
         turns = [{"role": message["role"], "content": message["text"]} for message in messages]
         if system and system.strip():
             turns.insert(0, {"role": "system", "content": readable(system, "system prompt")})

@@ -15,9 +15,16 @@ class EngineConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVSCOPE_", env_ignore_empty=True, frozen=True, extra="forbid")
 
     model: str | None = Field(None, description="hub id or local folder; empty: the default model")
-    device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model; empty: its main branch")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model's files")
+    device: str = Field(
+        "auto", description="`auto`, `cpu`, `cuda`, `cuda:N`, or `sharded`: the layers spread over all GPUs"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is float32 on a CPU and the model's own half precision on a GPU"
+    )
+    quantize: Literal["none", "8bit", "4bit"] = Field(
+        "none", description="`8bit` or `4bit` weights by bitsandbytes, on a GPU"
     )
     cache: Path = Field(Path("~/.cache/kvscope"), description="folder for converted weights")
     hub_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds to wait for the model hub to answer")

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine import tracing
 from engine.comparison import Comparison, Lane
@@ -21,11 +21,11 @@ from engine.detokenizer import Detokenizer
 from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
 from engine.generation import Generation
 from engine.hosts import HOSTS, Worker
-from engine.loading import load_tokenizer
 from engine.params import MAX_SEED, SamplingParams, whole_number
 from engine.prompts import Prompt, PromptEncoder
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
+from engine.tokenizer import load_tokenizer
 from engine.wire import Cancel, Loading, LoadingFailed, Ready, StartRace, StepReport, Submit
 
 SNAPSHOT_EVERY_S = 0.25
@@ -65,16 +65,16 @@ class Engine:
         cls,
         model: str | None = None,
         device: str = "auto",
-        quantization: None = None,
+        quantization: Literal["8bit", "4bit"] | None = None,
         *,
         config: EngineConfig | None = None,
         host: str = "process",
     ) -> "Engine":
         """An engine that is ready. `model` None is the default model; `LoadingError` says what to do."""
-        if quantization is not None:
-            raise ValueError(f"quantization must be None: this engine has no {quantization!r} weights yet")
+        if quantization not in (None, "none", "8bit", "4bit"):
+            raise ValueError(f"quantization must be None, '8bit' or '4bit', not {quantization!r}")
         config = config or load_config()
-        asked = {"model": model, "device": None if device == "auto" else device}
+        asked = {"model": model, "device": None if device == "auto" else device, "quantize": quantization}
         engine = cls(config.model_copy(update={name: value for name, value in asked.items() if value}), host)
         try:
             engine.wait_ready()
@@ -102,6 +102,11 @@ class Engine:
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The ids that `submit` would use."""
         return self._encoder().encode(prompt)
+
+    @property
+    def turn_end(self) -> tuple[str, ...]:
+        """See `PromptEncoder.turn_end`."""
+        return self._encoder().turn_end
 
     def fit_chat(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], int]:
         """See `PromptEncoder.fit_chat`."""
@@ -272,12 +277,13 @@ class Engine:
     def _became_ready(self, ready: Ready) -> None:
         if self.prompts is None:
             try:
-                tokenizer = load_tokenizer(Path(ready.folder))
+                tokenizer = load_tokenizer(Path(ready.folder), self.config.trust_remote_code)
             except LoadingError as error:
                 self._stop(str(error))
                 return
             self.prompts = PromptEncoder(tokenizer, ready.facts["vocabulary"], ready.facts["context"])
-        self.facts, self._loading, self._state = ready.facts, None, "ready"
+        self.facts = {**ready.facts, "chat_template": self.prompts.has_chat_template}
+        self._loading, self._state = None, "ready"
         self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 

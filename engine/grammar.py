@@ -41,12 +41,17 @@ def check(grammar: Any) -> None:
 class Grammars:
     """The worker's vocabulary as a trie, and matchers over it. Building the trie begins at once, in a thread."""
 
-    def __init__(self, folder: Path, vocabulary: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, folder: Path, vocabulary: int, eos_token_ids: frozenset[int], *, trust_remote_code: bool = False
+    ):
         self.vocabulary = vocabulary
         self._error: Exception | None = None
         self._trie: Any = None
         self._builder = threading.Thread(
-            target=self._build, args=(folder, sorted(eos_token_ids)), name="kvscope-grammar", daemon=True
+            target=self._build,
+            args=(folder, sorted(eos_token_ids), trust_remote_code),
+            name="kvscope-grammar",
+            daemon=True,
         )
         self._builder.start()
 
@@ -57,13 +62,13 @@ class Grammars:
             raise GrammarError(f"This model's tokenizer cannot be held to a grammar ({self._error}).")
         return Matcher(self._trie, _source(grammar))
 
-    def _build(self, folder: Path, eos_token_ids: list[int]) -> None:
+    def _build(self, folder: Path, eos_token_ids: list[int], trust_remote_code: bool) -> None:
         from llguidance.hf import from_tokenizer
 
-        from engine.loading import load_tokenizer
+        from engine.tokenizer import load_tokenizer
 
         try:
-            tokenizer: Any = load_tokenizer(folder)
+            tokenizer: Any = load_tokenizer(folder, trust_remote_code)
             self._trie = from_tokenizer(tokenizer, n_vocab=self.vocabulary, eos_token=eos_token_ids)
         except Exception as error:  # whatever it is, it concerns only requests with a grammar
             self._error = error

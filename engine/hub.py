@@ -15,36 +15,47 @@ class HubUnreachable(LoadingError):
     """The hub did not answer, or answered nonsense; the model may still be usable from elsewhere."""
 
 
-def fetch(model_id: str, timeout_s: float, progress: Progress) -> Path:
+def fetch(
+    model_id: str, timeout_s: float, progress: Progress, *, revision: str | None = None, with_code: bool = False
+) -> Path:
     """The folder of `model_id` in the hub's local cache, downloaded as far as it is missing.
 
+    `revision` is a branch, tag or commit (None: the main branch); with `with_code`, the model's Python files come, too.
     The first look-up takes at most `timeout_s`. Without the hub, a model downloaded earlier is used as it is.
     Raises `HubUnreachable` when there is neither, `LoadingError` for an unknown, private, gated or weightless model.
     """
+    wanted = [*WANTED, "*.py"] if with_code else WANTED
     try:
-        info = _look_up(model_id, timeout_s)
+        info = _look_up(model_id, revision, timeout_s)
     except HubUnreachable:
-        downloaded = _downloaded_earlier(model_id)
+        downloaded = _downloaded_earlier(model_id, revision, wanted)
         if downloaded is None:
             raise
         return downloaded
-    return _download(model_id, info, progress)
+    return _download(model_id, revision, wanted, info, progress)
 
 
-def _look_up(model_id: str, timeout_s: float) -> Any:
+def _look_up(model_id: str, revision: str | None, timeout_s: float) -> Any:
     """The hub's `ModelInfo`, with file sizes."""
     from huggingface_hub import HfApi
     from huggingface_hub import errors as hub
 
     # The client's timeout counts for each address and each read, and not at all for resolving the name.
     # The thread bounds all of it together.
-    future = in_background(lambda: HfApi().model_info(model_id, files_metadata=True, timeout=timeout_s))
+    future = in_background(
+        lambda: HfApi().model_info(model_id, revision=revision, files_metadata=True, timeout=timeout_s)
+    )
     try:
         return future.result(timeout=timeout_s)
     except hub.GatedRepoError:
         raise LoadingError(
             f"{model_id} is gated: accept its conditions on the model hub and set HF_TOKEN, or choose another "
             "KVSCOPE_MODEL."
+        ) from None
+    except hub.RevisionNotFoundError:
+        raise LoadingError(
+            f"{model_id} has no revision {revision!r} on the model hub: set KVSCOPE_REVISION to one of its branches, "
+            "tags or commits."
         ) from None
     except hub.HFValidationError:
         raise LoadingError(
@@ -64,23 +75,29 @@ def _look_up(model_id: str, timeout_s: float) -> Any:
         ) from error
 
 
-def _download(model_id: str, info: Any, progress: Progress) -> Path:
+def _download(model_id: str, revision: str | None, wanted: list[str], info: Any, progress: Progress) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    patterns = WANTED if any(_is_top(name, ".safetensors") for name in sizes) else [*WANTED, "*.bin"]
-    wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=UNWANTED))
-    if not any(_is_top(name, ".safetensors") or _is_top(name, ".bin") for name in wanted):
+    patterns = wanted if any(_is_top(name, ".safetensors") for name in sizes) else [*wanted, "*.bin"]
+    names = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=UNWANTED))
+    if not any(_is_top(name, ".safetensors") or _is_top(name, ".bin") for name in names):
         raise LoadingError(
             f"{model_id} has no weights that can be loaded (*.safetensors or *.bin): choose another KVSCOPE_MODEL."
         )
     blobs = Path(constants.HF_HUB_CACHE, f"models--{model_id.replace('/', '--')}", "blobs")
     future = in_background(
-        lambda: snapshot_download(model_id, allow_patterns=patterns, ignore_patterns=UNWANTED, tqdm_class=_silent_bar())
+        lambda: snapshot_download(
+            model_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=UNWANTED,
+            tqdm_class=_silent_bar(),
+        )
     )
     try:
-        return Path(watch_growth(future, blobs, "fetching", sum(sizes[name] for name in wanted), progress))
+        return Path(watch_growth(future, blobs, "fetching", sum(sizes[name] for name in names), progress))
     except Exception as error:
         raise HubUnreachable(
             f"The download of {model_id} failed ({_one_line(error)}): start again to continue it; if the disk is full, "
@@ -88,13 +105,16 @@ def _download(model_id: str, info: Any, progress: Progress) -> Path:
         ) from error
 
 
-def _downloaded_earlier(model_id: str) -> Path | None:
+def _downloaded_earlier(model_id: str, revision: str | None, wanted: list[str]) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
+        folder = snapshot_download(
+            model_id, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED, local_files_only=True
+        )
     except Exception:
         return None
+    return Path(folder)
 
 
 def _is_top(name: str, ending: str) -> bool:

@@ -15,20 +15,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for one token: `kv_heads` keys and as many values of `head_dim` numbers."""
+    """What one layer stores for one token: `kv_heads` keys of `head_dim` numbers, as many values of `value_dim`."""
 
     kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
 
 class KVCache:
-    """Per layer one key and one value tensor `[slots, kv_heads, positions, head_dim]`, zeroed at first.
+    """Per layer one key and one value tensor `[slots, kv_heads, positions, dim]`, zeroed at first.
 
     `token_ids` `[slots, positions]` says which token each position belongs to; the sampler reads
     a row's history from it. All layers' tensors may lie on different devices.
@@ -37,8 +38,8 @@ class KVCache:
     def __init__(self, layers: SequenceOf[LayerShape], slots: int, positions: int):
         self.shapes = list(layers)
         self.slots, self.positions = slots, positions
-        self.keys = [_zeros(shape, slots, positions) for shape in layers]
-        self.values = [_zeros(shape, slots, positions) for shape in layers]
+        self.keys = [_zeros(shape, shape.head_dim, slots, positions) for shape in layers]
+        self.values = [_zeros(shape, shape.value_dim, slots, positions) for shape in layers]
         self.token_ids = torch.zeros(slots, positions, dtype=torch.long, device=layers[0].device)
 
     @property
@@ -54,9 +55,9 @@ class KVCache:
 
         Layer by layer, so that the peak above the larger of the two pools is one layer.
         """
-        for pool in (self.keys, self.values):
-            for index, shape in enumerate(self.shapes):
-                pool[index] = _copy_overlap(pool[index], _zeros(shape, slots, positions))
+        for index, shape in enumerate(self.shapes):
+            self.keys[index] = _copy_overlap(self.keys[index], _zeros(shape, shape.head_dim, slots, positions))
+            self.values[index] = _copy_overlap(self.values[index], _zeros(shape, shape.value_dim, slots, positions))
         ids = torch.zeros(slots, positions, dtype=torch.long, device=self.token_ids.device)
         kept = min(slots, self.slots), min(positions, self.positions)
         ids[: kept[0], : kept[1]] = self.token_ids[: kept[0], : kept[1]]
@@ -113,7 +114,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Store the new states; return everything attention may see, each `[rows, kv_heads, window, head_dim]`."""
+        """Store the new states; return everything attention may see, each `[rows, kv_heads, window, dim]`."""
         where = tuple(part.to(self.keys.device) if isinstance(part, torch.Tensor) else part for part in self.where)
         self.keys[where] = key_states.squeeze(self.squeezed)
         self.values[where] = value_states.squeeze(self.squeezed)
@@ -135,8 +136,8 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-def _zeros(shape: LayerShape, slots: int, positions: int) -> torch.Tensor:
-    return torch.zeros(slots, shape.kv_heads, positions, shape.head_dim, dtype=shape.dtype, device=shape.device)
+def _zeros(shape: LayerShape, dim: int, slots: int, positions: int) -> torch.Tensor:
+    return torch.zeros(slots, shape.kv_heads, positions, dim, dtype=shape.dtype, device=shape.device)
 
 
 def _copy_overlap(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -1,40 +1,26 @@
-"""Find the model and load it: a local folder, a model of the hub, or the embedded default.
+"""Find the model and load it: a local folder, a model of the hub, or the embedded default."""
 
-torch and transformers are imported inside the functions that need them: the front process loads the tokenizer with
-`load_tokenizer`, and starts seconds earlier without torch.
-"""
-
-import inspect
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import embedded, hub
+from engine import embedded, hub, weights
 from engine.config import EngineConfig
 from engine.errors import LoadingError
+from engine.model_folder import ModelFiles, damaged, one_line, quiet
 from engine.progress import Progress, no_progress
+from engine.support import model_class_of, read_config, refuse_unsupported, unsupported
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from engine.runner import ModelRunner
 
 CPU_DEFAULT = embedded.MODEL_ID
 GPU_DEFAULT = "HuggingFaceTB/SmolLM2-1.7B-Instruct"
 
-# Layers whose whole state is one key and one value a position; anything else needs another cache than ours.
-_CACHED_LAYERS = {"full_attention", "sliding_attention"}
-# What the configs of the model families call their context; the first that is set counts.
-_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """Where a model's files lie, and where they came from."""
-
-    folder: Path
-    id: str
-    source: str  # "local folder", "model hub" or `embedded.SOURCE`
+# Of `ModelRunner.rehearse`: a hundred times what rounding does, a tenth of what a small mistake does.
+_FAR = 1e-2
 
 
 # --- finding it -------------------------------------------------------------------------------------------------
@@ -46,17 +32,29 @@ def resolve(config: EngineConfig, progress: Progress = no_progress) -> ModelFile
     `progress(stage, done, total)` counts bytes; total 0 means unknown. A named model is never replaced by another.
     Raises `LoadingError` with one line that says what to do.
     """
+    weights.check_options(config, resolve_device(config))
     if config.model is None:
+        if config.revision:
+            raise LoadingError("KVSCOPE_REVISION belongs to a model of the hub: set KVSCOPE_MODEL, too, or unset it.")
         return _default_model(config, progress)
     path = Path(config.model).expanduser()
     if path.is_dir():
+        if config.revision:
+            raise LoadingError(f"KVSCOPE_REVISION cannot be had from a folder ({path}): unset it, or name a hub model.")
         files = ModelFiles(path, config.model, "local folder")
     elif path.is_file():
         raise LoadingError(f"KVSCOPE_MODEL is a file ({path}): give the folder that holds config.json and the weights.")
     elif path.is_absolute() or config.model[0] in ".~" or config.model.count("/") > 1:
         raise LoadingError(f"There is no folder {path}: set KVSCOPE_MODEL to a model folder or a hub id (owner/name).")
     else:
-        files = ModelFiles(hub.fetch(config.model, config.hub_timeout_s, progress), config.model, "model hub")
+        folder = hub.fetch(
+            config.model,
+            config.hub_timeout_s,
+            progress,
+            revision=config.revision,
+            with_code=config.trust_remote_code,
+        )
+        files = ModelFiles(folder, config.model, "model hub")
     _check_folder(files)
     return files
 
@@ -93,83 +91,74 @@ def _check_folder(files: ModelFiles) -> None:
 
 def load_model(files: ModelFiles, config: EngineConfig) -> "PreTrainedModel":
     """The model on its device, in eval mode and without gradients; `LoadingError` if the engine cannot run it."""
-    import torch
-
     device = resolve_device(config)
-    model_config = _model_config(files)
-    _refuse_unsupported(files, model_config)
+    weights.check_options(config, device)
+    model_config = read_config(files, config.trust_remote_code)
+    refuse_unsupported(files, model_config, model_class_of(files, model_config, config.trust_remote_code))
     dtype = _resolve_dtype(config, device, model_config)
     _require_memory(files, model_config, dtype, device)
+    options = weights.reading_options(config, device, dtype)
     try:
         # Soft-capped attention (Gemma 2) has no fused kernel, and transformers refuses it only in the forward.
         capped = getattr(model_config, "attn_logit_softcapping", None)
-        model: Any = _read_weights(files, dtype, "eager" if capped else "sdpa")
-        model.to(device)
+        model: Any = _read_weights(
+            files,
+            "eager" if capped else "sdpa",
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            **options,
+        )
+        if "device_map" not in options:
+            model.to(device)
     except LoadingError:
         raise
+    except ImportError as error:
+        raise LoadingError(f"{files.id} needs a package that is not installed ({one_line(error)}).") from error
     except Exception as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        if _is_out_of_memory(error):
             raise _too_big(files, device) from error
-        raise LoadingError(_damaged(files, str(error))) from error
+        raise LoadingError(damaged(files, str(error))) from error
     return model.requires_grad_(False).eval()
 
 
+def make_runner(files: ModelFiles, model: "PreTrainedModel") -> "ModelRunner":
+    """A runner that has shown that it can run the model; `LoadingError` if it cannot."""
+    import torch
+
+    from engine.runner import ModelRunner
+
+    try:
+        runner = ModelRunner(model)
+        distance = runner.rehearse()
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise _too_big(files, model.device) from error
+        raise LoadingError(unsupported(files, f"fails in its first steps ({one_line(error)})")) from error
+    # Half precision rounds too much to tell; what is not finite fails where somebody asks for it.
+    if model.dtype == torch.float32 and distance > _FAR:
+        raise LoadingError(unsupported(files, "says something else with a cache than without one"))
+    return runner
+
+
 def resolve_device(config: EngineConfig) -> "torch.device":
-    """The `torch.device` that the configuration asks for; `LoadingError` if this machine has none such."""
+    """The `torch.device` that the configuration asks for; `LoadingError` if this machine has none such.
+
+    Of a sharded model, the kind of device only.
+    """
     import torch
 
     name = config.device
-    if name == "auto":
+    if name in ("auto", weights.SHARDED):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise LoadingError(f"KVSCOPE_DEVICE must be auto, cpu, cuda or cuda:N, not {config.device!r}.")
+        raise LoadingError(f"KVSCOPE_DEVICE must be auto, cpu, cuda, cuda:N or sharded, not {config.device!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LoadingError(f"This machine has no GPU for KVSCOPE_DEVICE={config.device}: set it to auto or cpu.")
     return device
-
-
-def _model_config(files: ModelFiles) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        with _quiet():
-            return AutoConfig.from_pretrained(files.folder)
-    except Exception as error:
-        try:
-            kind = json.loads((files.folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise LoadingError(_damaged(files, "config.json cannot be understood")) from error
-        raise LoadingError(_unsupported(files, f"is of a kind that transformers does not know ({kind!r})")) from error
-
-
-def _refuse_unsupported(files: ModelFiles, config: Any) -> None:
-    """Everything that can be told before gigabytes are read."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
-    if config.is_encoder_decoder:
-        raise LoadingError(_unsupported(files, "is an encoder-decoder"))
-    if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
-        raise LoadingError(_unsupported(files, "reads images or sound"))
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise LoadingError(_unsupported(files, f"cannot continue text ({config.model_type!r})"))
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise LoadingError(_unsupported(files, "reads text in both directions"))
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    other_layers = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
-    if getattr(model_class, "_is_stateful", False) or other_layers:
-        what = ", ".join(sorted(other_layers)) or "a recurrent state"
-        raise LoadingError(_unsupported(files, f"has layers without an attention cache ({what})"))
-    if not _takes_cache(model_class):
-        raise LoadingError(_unsupported(files, "has no key/value cache"))
-
-
-def _takes_cache(model_class: Any) -> bool:
-    # transformers is renaming the argument: 5.17 knows the first name only, 5.24 prefers the second.
-    return bool({"past_key_values", "cache"} & set(inspect.signature(model_class.forward).parameters))
 
 
 def _resolve_dtype(config: EngineConfig, device: "torch.device", model_config: Any) -> "torch.dtype":
@@ -192,16 +181,16 @@ def _stored_dtype(model_config: Any) -> "torch.dtype":
     return getattr(torch, stored, torch.float32) if isinstance(stored, str) else stored or torch.float32
 
 
-def _read_weights(files: ModelFiles, dtype: "torch.dtype", attention: str) -> "PreTrainedModel":
-    """The model on the CPU, all of whose weights came from the files."""
+def _read_weights(files: ModelFiles, attention: str, **options: Any) -> "PreTrainedModel":
+    """The model, all of whose weights came from the files; on the CPU where `options` have no `device_map`."""
     from transformers import AutoModelForCausalLM
 
     def read(attention: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(
-            files.folder, dtype=dtype, attn_implementation=attention, output_loading_info=True, local_files_only=True
+            files.folder, attn_implementation=attention, output_loading_info=True, local_files_only=True, **options
         )
 
-    with _quiet():
+    with quiet():
         try:
             model, report = read(attention)
         except ValueError as error:
@@ -211,7 +200,7 @@ def _read_weights(files: ModelFiles, dtype: "torch.dtype", attention: str) -> "P
     # transformers fills gaps with random numbers and a warning; text made of them helps nobody.
     unusable = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if unusable:
-        raise LoadingError(_damaged(files, f"{len(unusable)} weights are missing or misshapen, first {unusable[0]}"))
+        raise LoadingError(damaged(files, f"{len(unusable)} weights are missing or misshapen, first {unusable[0]}"))
     return model
 
 
@@ -235,106 +224,7 @@ def _too_big(files: ModelFiles, device: "torch.device", needed: int = 0) -> Load
     )
 
 
-def _unsupported(files: ModelFiles, why: str) -> str:
-    return (
-        f"{files.id} {why}, which this engine cannot run: set KVSCOPE_MODEL to a decoder-only text model "
-        "with attention in every layer."
-    )
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
 
-
-def _damaged(files: ModelFiles, detail: str) -> str:
-    detail = " ".join(detail.split())[:200]
-    return f"The files of {files.id} in {files.folder} are damaged or do not fit together ({detail}): fetch them again."
-
-
-# --- its tokenizer and numbers ----------------------------------------------------------------------------------
-
-
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder, with a pad token; `LoadingError` if there is none."""
-    try:
-        with _quiet():
-            tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        raise LoadingError(
-            f"{folder} has no usable tokenizer ({reason}): it needs tokenizer.json and tokenizer_config.json."
-        ) from error
-    if tokenizer.pad_token_id is None:
-        _add_pad_token(tokenizer, _read_json(folder / "config.json"))
-    return tokenizer
-
-
-def _tokenizer_class(folder: Path) -> Any:
-    """`AutoTokenizer` imports torch; where it would only pick the generic class, that is loaded without it."""
-    generic = ("PreTrainedTokenizerFast", "TokenizersBackend")
-    named = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
-    if named in generic and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _add_pad_token(tokenizer: "PreTrainedTokenizerBase", config: dict[str, Any]) -> None:
-    """The model's own pad token, else its end-of-sequence, else a new one."""
-    pad = config.get("pad_token_id")
-    if isinstance(pad, int) and 0 <= pad < len(tokenizer):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    elif tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    else:
-        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-
-
-def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Every id that ends a sequence: the generation config's, else the config's, else the tokenizer's; or none."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _as_ids(_read_json(folder / name).get("eos_token_id"))
-        if ids:
-            return ids
-    return _as_ids(load_tokenizer(folder).eos_token_id)
-
-
-def _as_ids(value: int | list[int] | None) -> frozenset[int]:
-    ids = value if isinstance(value, list) else [value]
-    return frozenset(id for id in ids if isinstance(id, int) and id >= 0)
-
-
-def context_length(model_config: Any, default: int = 2048) -> int:
-    """Tokens that the model was made for; `default` for models that set no limit (ALiBi)."""
-    for name in _CONTEXT_NAMES:
-        value = getattr(model_config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return default
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-class _quiet:
-    """Within it transformers logs errors only and draws no bars; afterwards it is as talkative as before."""
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *exc_info: object) -> None:
-        from transformers.utils import logging
-
-        verbosity, bars = self._before
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -23,13 +23,16 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every linear layer of a float32 model on a CPU; elsewhere nothing happens."""
+    """Replace every linear layer of a float32 model on a CPU; elsewhere nothing happens.
+
+    Quantised layers stay as they are, and so do those of a sharded model, whose hooks fetch their weights.
+    """
     if not torch.backends.mkldnn.is_available():
         return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             # Not its subclasses, which may compute something else.
-            if isinstance(child, nn.Linear) and type(child) is nn.Linear and _packable(child.weight):
+            if type(child) is nn.Linear and _packable(child.weight) and not hasattr(child, "_hf_hook"):
                 setattr(parent, name, PackedLinear(child))
 
 

@@ -1,4 +1,8 @@
-"""From what a caller says to token ids: raw text, ids as they are, or chat messages through the template."""
+"""From what a caller says to token ids: raw text, ids as they are, or chat messages through the template.
+
+Base models come without a template. A chat with one is written out as a plain dialogue, which any language model can
+continue; `has_chat_template` says which of the two it is.
+"""
 
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -7,6 +11,7 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 CUT_MARGIN_TOKENS = 16
 ROLES = ("system", "user", "assistant")
+USER, ASSISTANT = "User", "Assistant"
 
 
 class PromptEncoder:
@@ -22,12 +27,13 @@ class PromptEncoder:
     def encode(self, prompt: Prompt, truncate: int | None = None) -> list[int]:
         """Token ids of `prompt`: text with the tokenizer's own special tokens, ids unchanged, or a chat.
 
-        With `truncate`, that many ids of the right end.
+        A template writes special tokens itself, so none are added to what it made. With `truncate`, that many ids
+        of the right end.
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt, truncate, add_special_tokens=True)
         elif isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt):
-            ids = self._encode_text(self._render(prompt), truncate, add_special_tokens=False)
+            ids = self._encode_text(self._render(prompt), truncate, add_special_tokens=not self.has_chat_template)
         elif isinstance(prompt, list):
             ids = self._check_ids(prompt[-truncate:] if truncate else prompt)
         else:
@@ -37,6 +43,16 @@ class PromptEncoder:
         if not ids:
             raise ValueError("prompt must not be empty")
         return ids[-truncate:] if truncate else ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats go through the model's own template; else they are a plain dialogue ("User: ...")."""
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def turn_end(self) -> tuple[str, ...]:
+        """Stop strings that end an answer of a chat, where the model has not been taught a token for it."""
+        return () if self.has_chat_template else (f"\n{USER}:",)
 
     def fit_chat(self, messages: SequenceOf[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], int]:
         """The messages without as many of the oldest turns as the context asks for, and how many were dropped.
@@ -82,9 +98,23 @@ class PromptEncoder:
         for message in messages:
             if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
                 raise ValueError(f"each chat message must have a role ({', '.join(ROLES)}) and a text as its content")
-        if not self.tokenizer.chat_template:
-            raise ValueError("this model has no chat template: send a text instead of chat messages")
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not self.has_chat_template:
+            return _dialogue(messages)
+        try:
+            return self._apply_template(messages)
+        except ValueError:
+            # Some models (Gemma) know no system role; what it says then opens the first question.
+            if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+                raise
+            first = {"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+            return self._apply_template([first, *messages[2:]])
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates refuse what their model was not made for, in their own words
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(f"this model's chat template does not take these messages: {reason}") from error
 
     def _check_ids(self, ids: list[Any]) -> list[int]:
         if len(ids) > self.context:
@@ -93,6 +123,13 @@ class PromptEncoder:
             if type(token_id) is not int or not 0 <= token_id < self.vocabulary:
                 raise ValueError(f"prompt's token ids must be whole numbers from 0 to {self.vocabulary - 1}")
         return list(ids)
+
+
+def _dialogue(messages: list[dict[str, str]]) -> str:
+    """The messages as plain text that ends where the assistant's turn begins; what the system says is a preface."""
+    names = {"system": "", "user": f"{USER}: ", "assistant": f"{ASSISTANT}: "}
+    turns = [names[message["role"]] + message["content"] for message in messages]
+    return "\n".join([*turns, f"{ASSISTANT}:"])
 
 
 class TooLong(ValueError):

@@ -16,9 +16,12 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import LoadingError
 from engine.grammar import Grammars
-from engine.loading import ModelFiles, context_length, eos_token_ids, load_model, resolve
+from engine.loading import load_model, make_runner, resolve
+from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.runner import ModelRunner
+from engine.support import context_length
+from engine.tokenizer import eos_token_ids
 from engine.wire import Cancel, Loading, LoadingFailed, Ready, Shutdown, StartRace, Submit
 
 
@@ -46,9 +49,11 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
         model = load_model(files, config)
     parameters = model.num_parameters()
     pack_linears(model)
-    runner = ModelRunner(model)
-    end_ids = eos_token_ids(files.folder)
-    core = EngineCore(runner, config, end_ids, Grammars(files.folder, runner.vocabulary, end_ids))
+    runner = make_runner(files, model)
+    trusted = config.trust_remote_code
+    end_ids = eos_token_ids(files.folder, trusted)
+    grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
+    core = EngineCore(runner, config, end_ids, grammars)
     return core, Ready(str(files.folder), model_facts(files, runner, config, parameters), end_ids)
 
 
@@ -61,7 +66,8 @@ def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig, pa
         "name": files.id.rstrip("/").rsplit("/", 1)[-1],
         "source": files.source,
         "dtype": str(runner.model.dtype).removeprefix("torch."),
-        "device": str(runner.device),
+        "device": ", ".join(dict.fromkeys(str(shape.device) for shape in shapes)),
+        "quantization": config.quantize,
         "threads": torch.get_num_threads(),
         "layers": len(shapes),
         "kv_heads": first.kv_heads,

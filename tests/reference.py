@@ -1,6 +1,7 @@
 """The plain truth that the engine is held against: a naive loop, and what counts as a tie."""
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -9,8 +10,20 @@ from engine.sequence import Sequence
 TIE = 1e-3
 
 
+class StockLoop:
+    """An unchanged `transformers` model without any cache: the whole prefix, every time."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    @torch.no_grad()
+    def naive(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits `[vocabulary]` after `token_ids`."""
+        return self.model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].float()
+
+
 @torch.no_grad()
-def assert_greedy(runner: ModelRunner, prompt_ids: list[int], output_ids: list[int]) -> int:
+def assert_greedy(runner: ModelRunner | StockLoop, prompt_ids: list[int], output_ids: list[int]) -> int:
     """Every token must be the naive loop's choice after the tokens before it; returns how many were ties.
 
     A token that is not the best must be measured to be tied with it. The loop goes on from the engine's

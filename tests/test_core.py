@@ -2,23 +2,8 @@
 
 import pytest
 import torch
+from families import FAMILIES, VOCABULARY, build
 from reference import assert_greedy, run_until_done
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -26,26 +11,6 @@ from engine.params import SamplingParams
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.wire import StartRace
-
-VOCABULARY = 300
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY, num_key_value_heads=2)),
-    "mistral, window 16": lambda: MistralForCausalLM(MistralConfig(**TINY, num_key_value_heads=2, sliding_window=16)),
-    "gemma2, window 16": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=16, attn_implementation="eager")
-    ),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**TINY)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_layer=3, n_head=6)),
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=6)),
-}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,19 +22,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def tiny_runner(family: str = "llama") -> ModelRunner:
-    torch.manual_seed(0)
-    model = MODELS[family]().eval()
-    for parameter in model.parameters():
-        # Larger weights than a fresh model's, so that the logits differ by more than rounding does.
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)
-    return ModelRunner(model)
-
-
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return tiny_runner()
+    return ModelRunner(build(FAMILIES["llama"]()))
 
 
 def make_core(runner: ModelRunner, eos: frozenset[int] = frozenset(), **settings) -> EngineCore:
@@ -96,12 +51,9 @@ def make_sequences(count: int, seed: int = 1, **fields) -> list[Sequence]:
     ]
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_mixed_batch_gives_the_naive_tokens(family):
-    runner = tiny_runner(family)
+def test_mixed_batch_gives_the_naive_tokens(runner):
     sequences = make_sequences(12)
-    core = make_core(runner)
-    outputs = run_until_done(core, sequences, join_every=3)
+    outputs = run_until_done(make_core(runner), sequences, join_every=3)
     for sequence in sequences:
         output = outputs[sequence.request_id]
         assert len(output) == sequence.params.max_new_tokens

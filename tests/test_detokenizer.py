@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from engine.detokenizer import REPLACEMENT, Detokenizer
-from engine.loading import load_tokenizer
+from engine.tokenizer import load_tokenizer
 
 TEXTS = [
     "plain words, 1 2 3",

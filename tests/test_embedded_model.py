@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar import Grammars
-from engine.loading import ModelFiles, eos_token_ids, load_model, load_tokenizer
+from engine.loading import load_model
+from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.params import SamplingParams
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from engine.tokenizer import eos_token_ids, load_tokenizer
 
 PROMPTS = [
     "Once upon a time",

@@ -173,7 +173,7 @@ def test_a_grammar_that_costs_too_much_fails_instead_of_holding_up_the_batch(emb
 
 
 def test_a_tokenizer_that_has_no_trie_costs_only_requests_with_a_grammar(tiny_engine, monkeypatch):
-    monkeypatch.setattr("engine.loading.load_tokenizer", lambda folder: object())
+    monkeypatch.setattr("engine.tokenizer.load_tokenizer", lambda *args: object())
     engine = tiny_engine()
     with pytest.raises(GenerationError, match="tokenizer cannot be held to a grammar"):
         engine.submit("abc", sampled(DATE)).result(WAIT_S)

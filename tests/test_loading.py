@@ -24,7 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from engine import embedded, gguf_folder
 from engine.config import EngineConfig
 from engine.errors import LoadingError
-from engine.loading import ModelFiles, context_length, eos_token_ids, load_model, load_tokenizer, resolve
+from engine.loading import load_model, resolve
+from engine.model_folder import ModelFiles
+from engine.support import context_length
+from engine.tokenizer import eos_token_ids, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = LlamaConfig(
@@ -155,7 +158,12 @@ def test_a_file_is_not_a_model_folder(tiny_folder):
         ("OpenAIGPTConfig", "no key/value cache"),
         ("BertConfig", "both directions"),
         ("LlavaConfig", "images"),
+        ("Gemma3Config", "images"),
+        ("FuyuConfig", "images"),
+        ("MoshiConfig", "sound"),
         ("ViTConfig", "cannot continue text"),
+        ("Llama4TextConfig", "chunked_attention"),
+        ("GPTNeoConfig", "takes no mask"),
     ],
 )
 def test_unsupported_architectures_are_refused_before_weights_are_read(tmp_path, kind, expected):
@@ -309,7 +317,7 @@ def test_the_tokenizer_of_the_default_model_loads_without_torch(embedded_folder)
 import sys
 from pathlib import Path
 from engine.detokenizer import Detokenizer
-from engine.loading import eos_token_ids, load_tokenizer
+from engine.tokenizer import eos_token_ids, load_tokenizer
 folder = Path(sys.argv[1])
 tokenizer = load_tokenizer(folder)
 text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
@@ -585,6 +593,43 @@ def test_a_hub_model_is_fetched_and_later_found_without_the_hub(tiny_folder, tmp
     assert again["folder"] == fetched["folder"]
     assert load_model(files_of(again["folder"]), CPU).config.hidden_size == TINY.hidden_size
     assert load_tokenizer(Path(again["folder"])).pad_token == "<end>"
+
+
+def test_a_revision_is_looked_up_fetched_and_later_found_without_the_hub(tiny_folder, tmp_path):
+    settings = {"model": "someone/tiny", "revision": "v2.1"}
+    with stand_in_hub(tiny_folder) as hub:
+        fetched = resolve_elsewhere(address(hub), tmp_path / "home", hub_timeout_s=10, **settings)
+        looked_up = [path for path in hub.asked if path.startswith("/api/models/someone/tiny/")]
+        files = [path for path in hub.asked if "/resolve/" in path]
+    assert looked_up[0].startswith("/api/models/someone/tiny/revision/v2.1"), fetched
+    assert files and all(f"/resolve/{COMMIT}/" in path or "/resolve/v2.1/" in path for path in files)
+    assert Path(fetched["folder"]).name == COMMIT
+    again = resolve_elsewhere(address(hub), tmp_path / "home", **settings)
+    assert again["folder"] == fetched["folder"]
+    other = resolve_elsewhere(address(hub), tmp_path / "home", model="someone/tiny")
+    assert "out of reach" in other["error"], "what was fetched as v2.1 is not the main branch"
+
+
+def test_a_revision_that_the_hub_does_not_have_is_named(tiny_folder, tmp_path):
+    with stand_in_hub(tiny_folder, status=404, error_code="RevisionNotFound") as hub:
+        result = resolve_elsewhere(address(hub), tmp_path / "home", model="someone/tiny", revision="v9")
+    assert "no revision 'v9'" in result["error"] and "KVSCOPE_REVISION" in result["error"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_revision_needs_a_model_of_the_hub(tiny_folder, named):
+    with pytest.raises(LoadingError) as error:
+        resolve(EngineConfig(model=str(tiny_folder) if named else None, revision="v2", device="cpu"))
+    assert "KVSCOPE_REVISION" in message_of(error)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_models_own_code_is_fetched_only_if_trusted(tiny_folder, tmp_path, trusted):
+    (tiny_folder / "modeling_own.py").write_text("1 / 0")
+    with stand_in_hub(tiny_folder) as hub:
+        settings = {"model": "someone/tiny", "trust_remote_code": trusted}
+        fetched = resolve_elsewhere(address(hub), tmp_path / "home", hub_timeout_s=10, **settings)
+    assert Path(fetched["folder"], "modeling_own.py").exists() == trusted
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ export function mount({ element }) {
   part.link.href = location.origin + location.pathname;
   onLive(({ model }) => {
     if (!model) return;
-    say(part.weights, `Weights: ${model.source}.`);
+    const base = model.chat_template ? "" : " It has not been taught to chat: it continues a plain dialogue.";
+    say(part.weights, `Weights: ${model.source}.${base}`);
     say(part.model, modelName(model));
   });
 }
