@@ -6,6 +6,7 @@ temperature, top-k, top-p, typical-p (`warp`, for sampled rows).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -36,13 +37,19 @@ def process(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> t
     """What comes before temperature, each processor for the rows that ask for it; `logits` stay as they are."""
     for asks, processor in PROCESSORS:
         asking = [index for index, row in enumerate(rows) if asks(row)]
-        if len(asking) == len(rows):
-            logits = processor(logits, rows, histories)
-        elif asking:
-            where = torch.tensor(asking, device=logits.device)
-            changed = processor(logits[where], [rows[index] for index in asking], histories)
-            logits = logits.index_copy(0, where, changed)
+        change = partial(processor, rows=[rows[index] for index in asking], histories=histories)
+        logits = for_rows(logits, asking, change)
     return logits
+
+
+def for_rows(logits: torch.Tensor, asking: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`logits` with some rows changed; nothing is copied where none or all of them ask."""
+    if not asking:
+        return logits
+    if len(asking) == len(logits):
+        return change(logits)
+    where = torch.tensor(asking, device=logits.device)
+    return logits.index_copy(0, where, change(logits[where]))
 
 
 def watermark(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
@@ -85,7 +92,7 @@ def obey_grammar(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor)
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[-1]] == 0, -torch.inf)
 
 
-PROCESSORS: list[tuple[Callable[[Row], bool], Callable[[torch.Tensor, list[Row], torch.Tensor], torch.Tensor]]] = [
+PROCESSORS: list[tuple[Callable[[Row], bool], Callable[..., torch.Tensor]]] = [
     (lambda row: row.params.watermark, watermark),
     (lambda row: row.params.repetition_penalty != 1, penalize_repetition),
     (lambda row: row.params.frequency_penalty != 0, penalize_frequency),
@@ -95,18 +102,13 @@ PROCESSORS: list[tuple[Callable[[Row], bool], Callable[[torch.Tensor, list[Row],
 
 def warp(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p and typical-p of each row; tokens that are ruled out get minus infinity."""
-    device = logits.device
-    temperature = torch.tensor([p.temperature if p.temperature else 1.0 for p in params], device=device)
-    logits = logits / temperature[:, None]
+    logits = logits / torch.tensor([[p.temperature if p.temperature else 1.0] for p in params], device=logits.device)
     filtered = [index for index, p in enumerate(params) if p.top_k or p.top_p < 1]
-    if filtered:
-        where = torch.tensor(filtered, device=device)
-        logits[where] = _keep_best(logits[where], [params[index] for index in filtered])
+    logits = for_rows(logits, filtered, lambda chosen: _keep_best(chosen, [params[index] for index in filtered]))
     typical = [index for index, p in enumerate(params) if p.typical_p < 1]
-    if typical:
-        where = torch.tensor(typical, device=device)
-        logits[where] = _keep_typical(logits[where], [params[index].typical_p for index in typical])
-    return logits
+    return for_rows(
+        logits, typical, lambda chosen: _keep_typical(chosen, [params[index].typical_p for index in typical])
+    )
 
 
 def _keep_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

@@ -35,7 +35,8 @@ def choose(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> Ch
     sampled = [index for index, row in enumerate(rows) if row.params.samples]
     if sampled:
         where = torch.tensor(sampled, device=logits.device)
-        token_ids[where] = _sample(processed[where], [rows[index] for index in sampled])
+        chosen = processed if len(sampled) == len(rows) else processed[where]
+        token_ids[where] = _sample(chosen, [rows[index] for index in sampled])
     logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normalizer
     return Choice(token_ids, logprobs, finite, _top_tokens(logits, normalizer, rows))
 

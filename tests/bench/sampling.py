@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from engine import EngineConfig, SamplingParams, embedded
 from engine.core import EngineCore
 from engine.grammar import Grammars
-from engine.loading import ModelFiles, load_model
+from engine.loading import load_model
+from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
