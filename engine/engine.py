@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from engine import tracing
+from engine import line, tracing
 from engine.comparison import Comparison, Lane
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
@@ -31,6 +31,7 @@ from engine.wire import Cancel, Loading, LoadingFailed, Ready, StartRace, StepRe
 SNAPSHOT_EVERY_S = 0.25
 KNOWN_CLIENTS = 10_000
 MAX_RACES = 8
+RACE_GUESS_S = 10.0
 
 
 class Engine:
@@ -134,7 +135,7 @@ class Engine:
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         with self._lock:
             self._check_open()
-            self._check_line()
+            line.refuse_if_full(self._unfinished(), self.config, self.telemetry.last_speed)
             number = None if client is None else self.client_number(client)
             sequence = Sequence(next(self._ids), ids, params, seed, number, probe)
             generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self)
@@ -154,7 +155,9 @@ class Engine:
         with self._lock:
             self._check_open()
             if len(self._comparisons) >= MAX_RACES:
-                raise EngineBusy(len(self._comparisons), self._drain_estimate_s() + 10.0 * len(self._comparisons))
+                rows, speed = self.config.max_batch_size, self.telemetry.last_speed
+                drained_s = line.seconds_until_served(self._unfinished(), rows, speed)
+                raise EngineBusy(len(self._comparisons), drained_s + RACE_GUESS_S * len(self._comparisons))
             lanes = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in ("naive", "cached")]
             comparison = Comparison(next(self._ids), len(ids), lanes, self.facts, self)
             self._comparisons[comparison.id] = comparison
@@ -180,18 +183,12 @@ class Engine:
 
     def place_in_line(self, generation: Generation) -> int:
         """From 1 for the next to be admitted; 0 for one that does not wait."""
-        with self._lock:
-            waiting = [g.id for g in self._generations.values() if g.state == "waiting"]
-        return waiting.index(generation.id) + 1 if generation.id in waiting else 0
+        return line.place(generation, self._unfinished())
 
     def wait_estimate_s(self, generation: Generation) -> float | None:
-        """Seconds until a waiting generation is admitted, from the tokens owed before it and the last speed."""
-        if not self.telemetry.last_speed:
-            return None
-        with self._lock:
-            before = [g for g in self._generations.values() if g.id < generation.id]
-            free_rows = self.config.max_batch_size - len(before)
-        return 0.0 if free_rows > 0 else _owed(before) / self.telemetry.last_speed
+        """Seconds until a waiting generation is admitted; None where nothing was measured yet."""
+        rows, speed = self.config.max_batch_size, self.telemetry.last_speed
+        return line.seconds_until_admitted(generation, self._unfinished(), rows, speed)
 
     def snapshot(self) -> dict[str, Any]:
         """What the engine is doing, as JSON-able data. Shared by its readers, and made at most four times a second."""
@@ -241,15 +238,9 @@ class Engine:
         if self._state == "stopped":
             raise EngineStopped(self._error or "The engine was closed.")
 
-    def _check_line(self) -> None:
-        waiting = len(self._generations) - self.config.max_batch_size
-        if waiting >= self.config.max_waiting:
-            raise EngineBusy(max(waiting, 0), self._drain_estimate_s())
-
-    def _drain_estimate_s(self) -> float:
-        """Until the line as it stands is served; a guess of 1 token a row and second before anything was measured."""
-        speed = self.telemetry.last_speed or self.config.max_batch_size
-        return max(_owed(list(self._generations.values())) / speed, 1.0)
+    def _unfinished(self) -> list[Generation]:
+        with self._lock:
+            return list(self._generations.values())
 
     # ---- the worker
 
@@ -370,8 +361,3 @@ def _check_length(prompt_tokens: int, new_tokens: int, name: str, limit: int) ->
         raise ValueError(
             f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens"
         )
-
-
-def _owed(generations: list[Generation]) -> int:
-    """Tokens that the engine may still have to make for these."""
-    return sum(g.sequence.params.max_new_tokens - len(g.events) for g in generations)
