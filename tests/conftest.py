@@ -1,6 +1,7 @@
 """What several test files need."""
 
 import os
+import signal
 
 import pytest
 from tiny import save_tiny_model
@@ -10,6 +11,10 @@ from engine import Engine, EngineConfig, embedded
 # Settings of whoever runs the tests must not change them; the cache folder may be theirs.
 for name in [name for name in os.environ if name.startswith("KVSCOPE_") and name != "KVSCOPE_CACHE"]:
     del os.environ[name]
+
+
+# A shell's background job ignores SIGINT, and whatever it starts would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
