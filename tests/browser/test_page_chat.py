@@ -176,7 +176,7 @@ def test_two_browsers_share_one_batch(open_page, app):
     app.wait_idle()
     pages = [open_page(app), open_page(app)]
     for page in pages:
-        set_new_tokens(page, 600)
+        set_new_tokens(page, 300)
     for page in pages:
         ask(page, "Tell me a long story.")
     stats = eventually(lambda: (s := app.stats())["queue"]["running"] == 2 and s)

@@ -282,23 +282,17 @@ def test_the_example_leaves_a_prompt_that_is_there(page: Page):
     expect(prompt_field(page)).to_have_value("What is my own question?")
 
 
-@pytest.mark.parametrize(
-    "schema, why",
-    [
-        ('{"type": ', "EOF while parsing"),
-        ('{"type": "strin"}', "Invalid type: strin"),
-        ("[1, 2]", "Expecting object"),
-    ],
-)
-def test_a_schema_that_cannot_be_used_is_refused_before_queueing(page: Page, app, schema, why):
+def test_a_schema_that_cannot_be_used_is_refused_before_queueing(page: Page, app):
     before = app.stats()["totals"]["requests"]
     page.get_by_role("button", name="Settings").click()
-    schema_field(page).fill(schema)
+    schema_field(page).fill('{"type": "strin"}')
     page.get_by_role("button", name="Settings").click()
     prompt_field(page).fill("Describe Lisbon.")
     prompt_field(page).press("Enter")
     said = page.locator(NOTICE)
-    expect(said).to_have_text(re.compile(rf"^grammar must be a JSON schema that can be followed, not .*{why}"))
+    expect(said).to_have_text(
+        re.compile(r"^grammar must be a JSON schema that can be followed, not .*Invalid type: strin")
+    )
     expect(said).to_be_in_viewport()
     expect(prompt_field(page)).to_have_value("Describe Lisbon.")
     assert app.stats()["totals"]["requests"] == before
