@@ -119,7 +119,8 @@ class EngineCore:
 
     def _score_prompt(self, sequence: Sequence, start: int, logits: torch.Tensor, report: StepReport) -> None:
         """Log-probabilities of the prompt tokens that `logits` `[tokens, vocabulary]` from `start` on predict."""
-        predicted = torch.tensor(sequence.prompt_ids[start + 1 : start + 1 + len(logits)], device=logits.device)
+        ids = sequence.prompt_ids[start + 1 : start + 1 + len(logits)]
+        predicted = torch.tensor(ids, dtype=torch.long, device=logits.device)
         scores = logits[: len(predicted)].log_softmax(dim=-1).gather(1, predicted[:, None])[:, 0]
         sequence.prompt_logprobs = [*(sequence.prompt_logprobs if start else [None]), *scores.tolist()]
         if sequence.cached_tokens == sequence.length:

@@ -17,6 +17,17 @@ for name in [name for name in os.environ if name.startswith("KVSCOPE_") and name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tiny models gain nothing from threads, which only spin beside whatever else the machine does."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def embedded_folder():
     """The converted default model in the ordinary cache folder; fetched once a machine."""

@@ -12,14 +12,7 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.wire import StartRace
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny models gain nothing from threads, which only spin beside whatever else the machine does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -18,18 +18,11 @@ from engine.packing import PackedLinear, pack_linears
 from engine.params import SamplingParams
 from engine.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EAGER = {"bloom", "mpt", "gemma2, some windows", "gemma3, soft-capped"}
 # Not `nn.Linear`: GPT-2's `Conv1D`, and Falcon's own subclass.
 NOTHING_PACKED_BUT_THE_HEAD = ("gpt2", "falcon")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny models gain nothing from threads, which only spin beside whatever else the machine does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def served(model, folder):
