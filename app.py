@@ -1,34 +1,51 @@
 """Entry point of the Space: settings, engine, page, launch."""
 
-import spaces  # noqa: F401, I001  (has to come before anything that may load torch)
+import spaces  # noqa: I001  (has to come before anything that may load torch)
 
 import signal
 import sys
+import threading
+import time
+from typing import TYPE_CHECKING
 
 from demo.live import Live
 from demo.page import HEAD, build_page
+from demo.quota import Quotas
 from demo.settings import load_settings
 from demo.theme import build_theme
 from demo.tokens import Answers
 from demo.visitors import Visitors
 from demo.web import app_kwargs
-from engine import Engine, LoadingError
-from engine.config import load_config
+from engine import Engine, EngineConfig, LoadingError
+from engine.config import load_config, read_settings
+from engine.lease import LeaseTerms
+
+
+FAREWELL_S = 1.0
+
+if TYPE_CHECKING:
+    from demo.zerogpu import ZeroGPU
 
 
 def main() -> int:
     """Serve the page until a signal comes; the exit status."""
     try:
-        config, settings = load_config(), load_settings()
+        config, settings, terms = load_config(), load_settings(), read_settings(LeaseTerms)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the wait below
-    with Engine(config) as engine:
-        visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors)
+    try:
+        host = choose_host(config, terms)
+    except LoadingError as error:
+        print(error, file=sys.stderr)
+        return 1
+    with Engine(config, host) as engine:
+        quotas = Quotas() if isinstance(host, str) else host.quotas
+        visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors, quotas)
         answers = Answers(engine)
-        page = build_page(engine, visitors, answers, settings)
+        page = build_page(engine, visitors, answers, settings, quotas)
         try:
             page.launch(
                 prevent_thread_lock=True,
@@ -38,18 +55,36 @@ def main() -> int:
                 theme=build_theme(),
                 head_paths=HEAD,
                 footer_links=[],
-                app_kwargs=app_kwargs(engine, Live(engine, visitors), answers),
+                app_kwargs=app_kwargs(engine, Live(engine, visitors, quotas), answers),
             )
             engine.wait_ready()
-            page.block_thread()
+            threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams
         except LoadingError as error:
             print(error, file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 0
         finally:
+            end_streams(engine)
             page.close(verbose=False)
     return 0
+
+
+def end_streams(engine: Engine) -> None:
+    """Close the engine, and let whoever was listening hear of it: the server would wait longer for open streams."""
+    listened_to = any(engine.snapshot()["queue"][part] for part in ("waiting", "running"))
+    engine.close()
+    if listened_to:
+        time.sleep(FAREWELL_S)
+
+
+def choose_host(config: EngineConfig, terms: LeaseTerms) -> "str | ZeroGPU":
+    """A process of its own for the worker; on ZeroGPU, leases."""
+    if not spaces.config.Config.zero_gpu:
+        return "process"
+    from demo.zerogpu import ZeroGPU  # imports torch, which other hosts' front does without
+
+    return ZeroGPU(config, terms)
 
 
 if __name__ == "__main__":

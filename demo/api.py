@@ -8,13 +8,14 @@ from typing import Any
 import gradio as gr
 
 from demo.chat import SYSTEM_PROMPT
+from demo.quota import Quotas
 from demo.race import progress
 from demo.refusals import readable, refusals, require
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
 
 
-def add_api(engine: Engine, streams: Streams) -> None:
+def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
     """Declare the endpoints inside the current `gr.Blocks`."""
 
     async def follow(prompt: Any, params: SamplingParams, request: gr.Request) -> AsyncIterator[Generation]:
@@ -56,6 +57,7 @@ def add_api(engine: Engine, streams: Streams) -> None:
     async def compare(request: gr.Request, prompt: str, new_tokens: int = 64) -> AsyncIterator[dict[str, Any]]:
         """Race naive against cached decoding. Streams both lanes' progress; the last message is the verdict."""
         with refusals(), streams.place(request):
+            quotas.require_some(request.session_hash)
             comparison = engine.compare(readable(prompt, "prompt"), new_tokens, client=request.session_hash)
             with streams.follow(comparison) as stream:
                 while await stream.next():

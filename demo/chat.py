@@ -11,6 +11,8 @@ from typing import Any
 
 import gradio as gr
 
+from demo.lease import handover_notice, waiting_for_gpu
+from demo.quota import identity
 from demo.refusals import REFUSALS, readable, require, sendable
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
@@ -45,6 +47,7 @@ class Visit:
     generation: Generation | None = None
     measured: Measurements = field(default_factory=Measurements)
     answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=MOST_ANSWERS))
+    told: bool = False  # whose quota counts
 
     def stop(self) -> None:
         """Cancel the running turn, if there is one."""
@@ -110,6 +113,8 @@ class Chat:
             turns.insert(0, {"role": "system", "content": readable(system, "system prompt")})
         turns, dropped = self._engine.fit_chat(turns, params.max_new_tokens)
         notice = f"{dropped} of the oldest messages no longer fit and were left out." if dropped else None
+        if self._engine.snapshot()["lease"] and not visit.told:
+            notice, visit.told = notice or identity(request.headers) or None, True
         with self._streams.place(request):
             generation = self._engine.submit(turns, params, client=request.session_hash, probe=True)
             answer = self._answers.open(generation)
@@ -134,15 +139,15 @@ class Chat:
                 speed: Any = gr.skip()
                 if generation.events and monotonic() >= speed_due:
                     speed, speed_due = speed_value(visit.measured.with_turn(generation)), monotonic() + SPEED_EVERY_S
+                state = {**client, "used": used(generation)}
+                if between := handover_notice(generation, self._engine):
+                    state["notice"] = between
                 if generation.text:
-                    yield (
-                        show([*messages, spoken(generation, key)], streaming=True, used=used(generation), **client),
-                        gr.skip(),
-                        speed,
-                    )
+                    yield show([*messages, spoken(generation, key)], streaming=True, **state), gr.skip(), speed
                 else:
-                    pending = waiting(generation)
-                    yield show(messages, pending=pending, used=used(generation), **client), gr.skip(), speed
+                    gpu = waiting_for_gpu(self._engine, generation.client)
+                    pending = {"label": gpu} if gpu else waiting(generation)
+                    yield show(messages, pending=pending, **state), gr.skip(), speed
         speed = speed_value(visit.measured.with_turn(generation))
         yield show([*messages, spoken(generation, key)], used=used(generation), **client), gr.skip(), speed
 
@@ -216,6 +221,8 @@ def note(generation: Generation) -> str:
         parts.append(f"shared its batch with {generation.shared_with} other{'s' if generation.shared_with > 1 else ''}")
     if generation.resumed:
         parts.append("carried on after a restart of the worker")
+    if generation.handovers:
+        parts.append(f"went on in {generation.handovers} more GPU lease{'s' if generation.handovers > 1 else ''}")
     endings = {"cancelled": "stopped", "length": "cut at its limit", "error": f"failed: {result.error}"}
     if generation.done and result.finish_reason in endings:
         parts.append(endings[result.finish_reason])

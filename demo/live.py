@@ -6,6 +6,8 @@ from typing import Any
 
 from demo import figures
 from demo.lanes import assign_lanes
+from demo.lease import live_lease
+from demo.quota import Quotas
 from demo.visitors import Visitors
 from engine import Engine
 
@@ -15,8 +17,9 @@ BUILD_EVERY_S = 0.9
 class Live:
     """Turns the engine's snapshot into the shared message of the panels."""
 
-    def __init__(self, engine: Engine, visitors: Visitors):
+    def __init__(self, engine: Engine, visitors: Visitors, quotas: Quotas):
         self._engine = engine
+        self._quotas = quotas
         self._visitors = visitors
         self._lanes: dict[int, int] = {}
         self._built = -BUILD_EVERY_S
@@ -38,6 +41,7 @@ class Live:
         return {
             "model": snapshot["model"],
             "worker": snapshot["worker"],
+            "lease": live_lease(snapshot, self._quotas),
             "loading": snapshot["loading"],
             "error": snapshot["error"],
             "running": queue["running"],

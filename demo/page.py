@@ -8,13 +8,15 @@ import gradio as gr
 
 from demo.api import Page, add_api
 from demo.chat import SYSTEM_PROMPT, Chat, Visit
+from demo.lease import price
 from demo.panel import panel
 from demo.prompts import EXAMPLE_QUESTION, EXAMPLE_SCHEMA, STARTERS, race_prompts
+from demo.quota import Quotas
 from demo.race import Race
 from demo.settings import PageSettings
 from demo.streams import Streams
 from demo.tokens import Answers
-from demo.visitors import Visitors
+from demo.visitors import MOST_TOKENS, Visitors
 from engine import Engine
 
 LOOK_EVERY_S = 0.02
@@ -35,7 +37,9 @@ _USE_EXAMPLE = (
 )
 
 
-def build_page(engine: Engine, visitors: Visitors, answers: Answers, settings: PageSettings) -> gr.Blocks:
+def build_page(
+    engine: Engine, visitors: Visitors, answers: Answers, settings: PageSettings, quotas: Quotas
+) -> gr.Blocks:
     """The whole page, with its events and its API, ready to be launched."""
     streams = Streams(settings.max_per_address)
     with Page(title="KVScope", analytics_enabled=False, fill_width=True) as page:
@@ -47,10 +51,11 @@ def build_page(engine: Engine, visitors: Visitors, answers: Answers, settings: P
                 panel("tabs", elem_id="tabs")
                 speed_outputs(panel("speed", elem_id="speed-now"))
                 panel("cache", elem_id="cache-growth")
-                _batch_card(visitors)
-                _race_card(Race(engine, streams, race_prompts(engine.config.max_race_tokens)))
+                _batch_card(visitors, price(engine, quotas, owed=MOST_TOKENS, to_read=visitors.a_press))
+                race = Race(engine, streams, race_prompts(engine.config.max_race_tokens), quotas)
+                _race_card(race, price(engine, quotas, races=1))
         panel("footer", elem_id="footer")
-        add_api(engine, streams)
+        add_api(engine, streams, quotas)
     page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
     # Gradio looks for new events a thousand times a second, which costs a tenth of a core when nobody is here
     # and disturbs the worker's threads when somebody is.
@@ -121,16 +126,16 @@ def _settings_fields() -> tuple[list[Any], gr.Button]:
     return [system, *fields], example
 
 
-def _batch_card(visitors: Visitors) -> None:
+def _batch_card(visitors: Visitors, cost: str) -> None:
     with gr.Column(elem_id="batch-timeline"):
         panel("batch", elem_id="batch")
         with gr.Row(elem_classes="actions"):
             bring = gr.Button(f"Bring {visitors.a_press} visitors", elem_id="visitors", scale=0, min_width=0)
-            said = gr.HTML(elem_id="visitors-said")
+            said = gr.HTML(cost, elem_id="visitors-said")
     bring.click(visitors.bring, None, said, **_EVENT)
 
 
-def _race_card(race: Race) -> None:
+def _race_card(race: Race, cost: str) -> None:
     with gr.Column(elem_id="race"):
         gr.HTML(html_template=_RACE_HEADER, apply_default_css=False)
         with gr.Row(elem_classes="actions"):
@@ -145,6 +150,8 @@ def _race_card(race: Race) -> None:
                 container=False,
                 elem_classes="choice",
             )
+        if cost:
+            gr.HTML(f'<p class="quiet">{cost}</p>', elem_id="race-cost")
         lanes = panel("race", elem_id="race-lanes")
     start.click(race.start, [prompt, tokens], lanes, **_EVENT)
     stop.click(race.stop, None, None, **_EVENT)

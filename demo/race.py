@@ -7,6 +7,8 @@ from typing import Any
 import gradio as gr
 
 from demo import figures
+from demo.lease import waiting_for_gpu
+from demo.quota import Quotas
 from demo.refusals import REFUSALS
 from demo.streams import Streams
 from engine import Comparison, Engine
@@ -22,8 +24,9 @@ NOTICES = {
 class Race:
     """The handlers of the race panel."""
 
-    def __init__(self, engine: Engine, streams: Streams, prompts: dict[str, str]):
+    def __init__(self, engine: Engine, streams: Streams, prompts: dict[str, str], quotas: Quotas):
         self._engine = engine
+        self._quotas = quotas
         self._streams = streams
         self.prompts = prompts
         self._running: dict[str, Comparison] = {}
@@ -32,6 +35,7 @@ class Race:
         """Run one race and show it as it goes."""
         yield {"state": "waiting", "caption": caption(new_tokens), "prompt": self.prompts.get(name)}
         try:
+            self._quotas.require_some(request.session_hash)
             with self._streams.place(request):
                 comparison = self._engine.compare(self.prompts[name], new_tokens, client=request.session_hash)
                 self._running[request.session_hash or ""] = comparison
@@ -53,7 +57,10 @@ class Race:
             while await stream.next():
                 if monotonic() >= due and any(lane["step_ms"] for lane in comparison.lanes):
                     figure, due = lanes_figure(comparison, new_tokens), monotonic() + FIGURE_EVERY_S
-                yield {**progress(comparison, new_tokens), "figure": figure}
+                value = {**progress(comparison, new_tokens), "figure": figure, "client": comparison.client}
+                if comparison.state == "waiting":
+                    value["notice"] = waiting_for_gpu(self._engine, comparison.client) or value["notice"]
+                yield value
         final = {**progress(comparison, new_tokens), "figure": lanes_figure(comparison, new_tokens)}
         if comparison.state == "finished":
             final["verdict"] = verdict(comparison.result())

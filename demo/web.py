@@ -99,8 +99,8 @@ class EngineCollector:
         """One family a number; called at each scrape."""
         snapshot: dict[str, Any] = self._engine.snapshot()
         queue, cache, totals = snapshot["queue"], snapshot["cache"], snapshot["totals"]
-        ready = float(snapshot["worker"] == "ready")
-        yield GaugeMetricFamily("kvscope_ready", "1 while the worker can compute", ready)
+        ready = float(self._engine.ready)
+        yield GaugeMetricFamily("kvscope_ready", "1 while requests are taken", ready)
         yield GaugeMetricFamily("kvscope_requests_waiting", "requests in line", queue["waiting"])
         yield GaugeMetricFamily("kvscope_requests_running", "requests in the batch", queue["running"])
         yield GaugeMetricFamily("kvscope_batch_size_peak", "most rows ever decoded together", queue["peak_batch_size"])
@@ -111,3 +111,7 @@ class EngineCollector:
         yield CounterMetricFamily("kvscope_requests", "requests so far", totals["requests"])
         yield CounterMetricFamily("kvscope_tokens", "tokens generated so far", totals["tokens"])
         yield CounterMetricFamily("kvscope_worker_restarts", "times the worker was started again", totals["restarts"])
+        if lease := snapshot["lease"]:
+            yield CounterMetricFamily(
+                "kvscope_lease_handovers", "leases that another one went on for", lease["handovers"]
+            )

@@ -2,12 +2,15 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
 from engine.signals import Signal
 from engine.wire import RaceStep
+
+if TYPE_CHECKING:
+    from engine.lease import Payer
 
 CONDITIONS = {
     "choice": "greedy, end-of-sequence ignored",
@@ -58,17 +61,28 @@ class Comparison:
     `state` is waiting, running, paused (other visitors come first), finished, cancelled or error.
     """
 
-    def __init__(self, request_id: int, prompt_tokens: int, lanes: list[Lane], model: dict[str, Any], engine):
+    def __init__(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        lanes: list[Lane],
+        model: dict[str, Any],
+        engine,
+        client: int | None = None,
+        payer: "Payer | None" = None,
+    ):
         self.id = request_id
-        self.prompt_tokens = prompt_tokens
+        self.prompt_ids = prompt_ids
+        self.new_tokens = lanes[0].target
+        self.client, self.payer = client, payer
         self.state = "waiting"
         self.error: str | None = None
         self._lanes = {lane.name: lane for lane in lanes}
         self._conditions = {
             "model": model["id"],
             **{fact: model[fact] for fact in ("source", "dtype", "device", "threads")},
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": lanes[0].target,
+            "prompt_tokens": len(prompt_ids),
+            "new_tokens": self.new_tokens,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **CONDITIONS,
         }

@@ -57,5 +57,7 @@ def read_settings(kind: type[Settings], **overrides) -> Settings:
         return kind(**overrides)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"KVSCOPE_{name.upper()}: {first['msg']} (got {first['input']!r})") from None
+        if not first["loc"]:  # of several settings together, which the message names
+            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
+        name = kind.model_config.get("env_prefix", "") + ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{name.upper()}: {first['msg']} (got {first['input']!r})") from None

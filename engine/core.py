@@ -45,6 +45,7 @@ class EngineCore:
         # Milliseconds of exclusive measuring that the shared batch's own work has paid for.
         self._probe_credit_ms = 0.0
         self._race_credit_ms = 0.0
+        self.probe_share = config.probe_share
 
     @property
     def cache(self) -> KVCache:
@@ -69,6 +70,12 @@ class EngineCore:
         for sequence in [*self.scheduler.live, *self.scheduler.waiting]:
             if sequence.request_id == request_id:
                 self.scheduler.release(sequence, retain=True)
+
+    def park(self) -> None:
+        """Put everything aside: who comes back goes on from its keys and values, unless their room was needed."""
+        self.race = None
+        self.waiting_races.clear()
+        self.scheduler.park()
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -225,7 +232,7 @@ class EngineCore:
         record = report.record
         record.step_ms, record.forward_ms = step_ms, self.runner.forward_ms
         record.decode_ms = step_ms - record.forward_ms
-        share = self.config.probe_share
+        share = self.probe_share
         self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
         self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
         report.allocated_bytes = self.cache.allocated_bytes

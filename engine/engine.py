@@ -1,7 +1,8 @@
 """The front of the engine: tokenises, hands token ids to the worker, turns its tokens back into text.
 
 It never computes with the model. If the worker dies, another is started and every sequence goes on
-from the ids it has, token for token; a second death under the same sequence fails it clearly.
+from the ids it has, token for token; a second death under the same sequence fails it clearly. Where
+workers are leased, one is asked for when somebody waits, and handed over in the same way when its time is up.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextvars import copy_context
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,27 +22,31 @@ from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
 from engine.generation import Generation
-from engine.hosts import HOSTS, Worker
+from engine.hosts import HOSTS, LeaseHost, Worker
+from engine.lease import Demand, Lease, Payer, seconds_needed
 from engine.params import MAX_SEED, SamplingParams, whole_number
 from engine.prompts import Prompt, PromptEncoder
+from engine.requests import Request, Requests
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
 from engine.tokenizer import load_tokenizer
-from engine.wire import Cancel, Loading, LoadingFailed, Ready, StartRace, StepReport, Submit
+from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StartRace, StepReport, Submit
 
 SNAPSHOT_EVERY_S = 0.25
 KNOWN_CLIENTS = 10_000
 MAX_RACES = 8
 RACE_GUESS_S = 10.0
+PATIENCE_S = 5.0  # for a worker that is told to end
 
 
 class Engine:
     """One model, one shared batch. Thread-safe; `snapshot()` says what it is doing.
 
-    The constructor returns at once and the worker loads in the background; `from_pretrained` waits.
+    The constructor returns at once and the worker loads in the background; `from_pretrained` waits. `host` says where
+    workers run: "process" or "thread", or a `LeaseHost`, whose model is loaded already.
     """
 
-    def __init__(self, config: EngineConfig | None = None, host: str = "process"):
+    def __init__(self, config: EngineConfig | None = None, host: str | LeaseHost = "process"):
         self.config = config or load_config()
         self.telemetry = Telemetry()
         self.facts: dict[str, Any] = {}  # the snapshot's `model`, once it is loaded
@@ -48,18 +54,23 @@ class Engine:
         self._eos_token_ids: frozenset[int] = frozenset()
         self._host = host
         self._lock = threading.RLock()
+        self._requests = Requests(self.telemetry)
         self._ids = itertools.count(1)
         self._clients: OrderedDict[Hashable, int] = OrderedDict()
         self._client_numbers = itertools.count(1)
-        self._generations: dict[int, Generation] = {}  # unfinished, in order of arrival
-        self._comparisons: dict[int, Comparison] = {}
         self._state = "loading"
         self._settled = threading.Event()
         self._loading: dict[str, Any] | None = None
         self._error: str | None = None
         self._restarts = 0
         self._snapshot: dict[str, Any] | None = None
-        self._worker = self._start_worker()
+        self._lease: Lease | None = None
+        self._handovers = 0
+        self._worker: Worker | None = None
+        if isinstance(host, str):
+            self._start_worker(HOSTS[host](self.config))
+        else:
+            self._became_ready(host.ready)
 
     @classmethod
     def from_pretrained(
@@ -138,11 +149,10 @@ class Engine:
             line.refuse_if_full(self._unfinished(), self.config, self.telemetry.last_speed)
             number = None if client is None else self.client_number(client)
             sequence = Sequence(next(self._ids), ids, params, seed, number, probe)
-            generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self)
-            self._generations[generation.id] = generation
+            generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self, self._payer())
             generation.trace = tracing.caller()
             self.telemetry.total_requests += 1
-            self._send_sequence(generation)
+            self._begin(generation)
         return generation
 
     def compare(self, prompt: Prompt, new_tokens: int, client: Hashable | None = None) -> Comparison:
@@ -154,22 +164,26 @@ class Engine:
         _check_length(len(ids), new_tokens, "new_tokens", limit)
         with self._lock:
             self._check_open()
-            if len(self._comparisons) >= MAX_RACES:
+            races = len(self._requests.comparisons)
+            if races >= MAX_RACES:
                 rows, speed = self.config.max_batch_size, self.telemetry.last_speed
-                drained_s = line.seconds_until_served(self._unfinished(), rows, speed)
-                raise EngineBusy(len(self._comparisons), drained_s + RACE_GUESS_S * len(self._comparisons))
+                raise EngineBusy(
+                    races, line.seconds_until_served(self._unfinished(), rows, speed) + RACE_GUESS_S * races
+                )
             lanes = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in ("naive", "cached")]
-            comparison = Comparison(next(self._ids), len(ids), lanes, self.facts, self)
-            self._comparisons[comparison.id] = comparison
-            self._worker.send(StartRace(comparison.id, ids, new_tokens))
+            number = None if client is None else self.client_number(client)
+            comparison = Comparison(next(self._ids), ids, lanes, self.facts, self, number, self._payer())
+            self._begin(comparison)
         return comparison
 
     def cancel(self, request: Generation | Comparison) -> None:
         """End a generation or a race; one that has ended already is left alone."""
         with self._lock:
             if not request.done:
-                self._worker.send(Cancel(request.id))
-                self._end(request, "cancelled")
+                self._tell(Cancel(request.id))
+                self._requests.end(request, "cancelled")
+                if self._lease and request.payer == self._lease.payer:
+                    self._lease.payer_left = not self._requests.of(request.payer)
 
     def client_number(self, client: Hashable) -> int:
         """The anonymous number that snapshots show for a client."""
@@ -195,13 +209,14 @@ class Engine:
         with self._lock:
             now = time.time()
             if self._snapshot is None or not 0 <= now - self._snapshot["time"] < SNAPSHOT_EVERY_S:
-                generations, comparisons = list(self._generations.values()), list(self._comparisons.values())
+                generations, comparisons = self._unfinished(), list(self._requests.comparisons.values())
                 self._snapshot = {
                     "time": now,
                     "model": self.facts or None,
-                    "worker": self._state,
+                    "worker": self._worker_state(),
                     "loading": self._loading,
                     "error": self._error,
+                    "lease": self._lease_snapshot(),
                     **self.telemetry.snapshot(now, generations, self.config, self.facts.get("bytes_per_token", 0)),
                     "races": {
                         "waiting": sum(c.state == "waiting" for c in comparisons),
@@ -218,7 +233,9 @@ class Engine:
             if self._state == "stopped":
                 return
             self._stop("The engine was closed.")
-        self._worker.stop()
+            worker = self._worker
+        if worker:
+            worker.stop(PATIENCE_S)
 
     def __enter__(self) -> "Engine":
         return self
@@ -240,16 +257,76 @@ class Engine:
 
     def _unfinished(self) -> list[Generation]:
         with self._lock:
-            return list(self._generations.values())
+            return list(self._requests.generations.values())
+
+    def _payer(self) -> Payer | None:
+        return None if isinstance(self._host, str) else Payer(self._host.visitor(), copy_context())
+
+    def _worker_state(self) -> str:
+        if isinstance(self._host, str) or self._state != "ready":
+            return self._state
+        return "none" if self._lease is None else "asked" if self._lease.until is None else "ready"
+
+    def _lease_snapshot(self) -> dict[str, Any] | None:
+        """None where nothing is leased; `payer` is a client's number."""
+        if isinstance(self._host, str):
+            return None
+        shown = {"state": "none"} if self._lease is None else self._lease.snapshot(time.monotonic())
+        payer = self.client_number(self._lease.payer.key) if self._lease else None
+        return {**shown, "payer": payer, "handovers": self._handovers}
 
     # ---- the worker
 
-    def _start_worker(self) -> Worker:
-        worker = HOSTS[self._host](self.config)
+    def _begin(self, request: Request) -> None:
+        self._requests.add(request)
+        if self._worker:
+            self._hand_over(request)
+        else:
+            self._lease_for_next()
+
+    def _tell(self, message: object) -> None:
+        # Without a worker there is nobody who would have to know.
+        if self._worker:
+            self._worker.send(message)
+
+    def _hand_over(self, request: Request) -> None:
+        if isinstance(request, Comparison):
+            self._tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
+            return
+        # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
+        sequence = request.sequence
+        self._tell(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
+
+    def _start_worker(self, worker: Worker) -> None:
+        self._worker = worker
         threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
-        return worker
+
+    def _lease_for_next(self, last_payer: Payer | None = None) -> None:
+        """Ask for a lease in the name of one who waits: the first in line, but not twice in a row the same one."""
+        assert not isinstance(self._host, str)
+        waiting = sorted(self._requests, key=lambda request: request.payer == last_payer)
+        if not waiting:
+            return
+        payer = waiting[0].payer
+        assert payer is not None
+        steps_ms = (step["step_ms"] for step in self.telemetry.steps)
+        work = self._requests.work(payer, self.config.prefill_chunk)
+        seconds = seconds_needed(*work, steps_ms, self._host.terms)
+        self._lease = Lease(payer, seconds, self._host.terms, lambda: self._demand(payer))
+        self._start_worker(self._host.start(self._lease))
+        # The payer's own come first, whoever came before: nobody pays for others while standing in line.
+        for request in sorted(self._requests, key=lambda request: request.payer != payer):
+            self._hand_over(request)
+
+    def _demand(self, payer: Payer) -> Demand:
+        with self._lock:
+            own, everybody = self._requests.of(payer), list(self._requests)
+            others = [request for request in everybody if request.payer != payer]
+            served = [any(request.state != "waiting" for request in part) for part in (own, others)]
+            return Demand(len(own), len(others), *served)
 
     def _read(self, worker: Worker) -> None:
+        parked = False
         for message in worker.messages():
             with self._lock:
                 match message:
@@ -261,9 +338,21 @@ class Engine:
                         self._became_ready(message)
                     case StepReport():
                         self._take_in(message)
+                    case LeaseRefused(text):
+                        self._lease_refused(text)
+                        parked = True
+                    case Parked():
+                        parked = True
+        worker.stop()  # not under the lock: it waits
         with self._lock:
             if self._state != "stopped":
-                self._worker_lost(worker)
+                self._worker_ended(parked)
+
+    def _take_in(self, report: StepReport) -> None:
+        size = self.facts["bytes_per_token"]
+        fruitful = self._requests.take_in(report, size, lambda request_id: self._tell(Cancel(request_id)))
+        if self._lease and fruitful:
+            self._lease.fruitful = True
 
     def _became_ready(self, ready: Ready) -> None:
         if self.prompts is None:
@@ -274,85 +363,39 @@ class Engine:
                 return
             self.prompts = PromptEncoder(tokenizer, ready.facts["vocabulary"], ready.facts["context"])
         self.facts = {**ready.facts, "chat_template": self.prompts.has_chat_template}
+        self._requests.model_name = self.facts["name"]
         self._loading, self._state = None, "ready"
         self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 
-    def _worker_lost(self, worker: Worker) -> None:
-        """Start another worker and hand it what was under way."""
-        worker.stop()
+    def _lease_refused(self, message: str) -> None:
+        """Whoever was to pay is told why it failed; the others go on under the next payer."""
+        assert self._lease is not None
+        self._requests.fail(self._requests.of(self._lease.payer), message)
+
+    def _worker_ended(self, parked: bool) -> None:
+        """Hand what was under way to another worker: at once, or where workers are leased, if anything was."""
         self.telemetry.worker_lost()
+        self._worker, lease, self._lease = None, self._lease, None
         if self._state != "ready":
             self._stop("The worker that runs the model died while it was loading. See the log; then start again.")
             return
+        self._restarts += not parked
+        in_vain = lease is not None and lease.until is not None and not lease.fruitful
+        self._requests.worker_ended(died=not parked, in_vain_for=lease.payer if lease and in_vain else None)
+        if lease:
+            self._handovers += bool(lease.until and list(self._requests))
+            self._lease_for_next(lease.payer)
+            return
+        assert isinstance(self._host, str)
         self._state = "restarting"
-        self._restarts += 1
-        self._worker = self._start_worker()
-        for comparison in list(self._comparisons.values()):
-            self._end(comparison, "error", "The engine restarted during this race. Start it again.")
-        for generation in list(self._generations.values()):
-            started = generation.state != "waiting"
-            if started and generation.resumed:
-                self._end(generation, "error", "The engine died twice during this answer. Please send it again.")
-                continue
-            generation.resumed = generation.resumed or started
-            generation.state = "waiting"
-            self._send_sequence(generation)
-
-    def _send_sequence(self, generation: Generation) -> None:
-        # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
-        sequence = generation.sequence
-        self._worker.send(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
-
-    def _take_in(self, report: StepReport) -> None:
-        """Everything one step did, to those it concerns."""
-        touched: dict[int, Generation] = {}
-        delivered = 0
-        for slot in report.slots:
-            if slot.state != "retained" and (generation := self._generations.get(slot.request_id)):
-                generation._seated(slot, report.record)
-                touched[generation.id] = generation
-        for scored in report.prompt_logprobs:
-            if generation := self._generations.get(scored.request_id):
-                generation.prompt_logprobs = scored.logprobs
-        for token in report.tokens:
-            if generation := self._generations.get(token.request_id):
-                touched[generation.id] = generation
-                delivered += 1
-                if reason := generation._push(token, report.record):
-                    if reason == "stop_sequence" and not token.finish_reason:
-                        self._worker.send(Cancel(generation.id))
-                    self._end(generation, reason)
-        for probe in report.probes:
-            if generation := self._generations.get(probe.request):
-                generation.probes.append(probe)
-        for failure in report.failures:
-            if generation := self._generations.get(failure.request_id):
-                self._end(generation, "error", failure.message)
-        for step in report.race_steps:
-            if comparison := self._comparisons.get(step.request_id):
-                comparison._push(step)
-                if comparison.done:
-                    del self._comparisons[comparison.id]
-        waiting = sum(g.state == "waiting" for g in self._generations.values())
-        self.telemetry.record(report, delivered, waiting, self.facts["bytes_per_token"])
-        for generation in touched.values():
-            generation._notify()
-
-    def _end(self, request: Generation | Comparison, reason: str, error: str | None = None) -> None:
-        request._finish(reason, error)
-        if isinstance(request, Generation):
-            del self._generations[request.id]
-            self.telemetry.record_end(request.span())
-            tracing.record(request, self.facts.get("name", ""))
-        else:
-            del self._comparisons[request.id]
+        self._start_worker(HOSTS[self._host](self.config))
+        for request in self._requests:
+            self._hand_over(request)
 
     def _stop(self, message: str) -> None:
         self._state, self._error, self._loading = "stopped", message, None
-        unfinished: list[Generation | Comparison] = [*self._generations.values(), *self._comparisons.values()]
-        for request in unfinished:
-            self._end(request, "error", message)
+        self._requests.fail(list(self._requests), message)
         self._settled.set()
 
 

@@ -23,6 +23,10 @@ class GenerationError(RuntimeError):
     """One request failed; what it had emitted stays readable, and nobody else is affected."""
 
 
+class NoLease(RuntimeError):
+    """No worker was granted; a sentence for the visitor who was to pay for it."""
+
+
 class EngineStopped(RuntimeError):
     """The engine was closed, or its worker cannot be started again."""
 

@@ -3,13 +3,16 @@
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
 from engine.sequence import Sequence
 from engine.signals import Signal
 from engine.wire import Probe, SlotState, StepRecord, Token
+
+if TYPE_CHECKING:
+    from engine.lease import Payer
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,18 @@ class Generation:
     the engine's reader thread.
     """
 
-    def __init__(self, sequence: Sequence, detokenizer: Detokenizer, engine):
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer, engine, payer: "Payer | None" = None):
         self.id = sequence.request_id
         self.client = sequence.client
+        self.payer = payer
         self.sequence = sequence
         self.prompt_tokens = len(sequence.prompt_ids)
         self.state = "waiting"
         self.prefilled = 0
         self.reused_tokens = 0
         self.shared_with = 0
-        self.resumed = False
+        self.resumed = False  # in another worker, because the first one died
+        self.handovers = 0  # to another lease, because the time of the one before was up
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.text = ""
@@ -215,8 +220,8 @@ class Generation:
     # ---- the engine's side
 
     def _seated(self, slot: SlotState, record: StepRecord) -> None:
-        if self.state == "waiting":
-            self.times.prefill = self.times.prefill or record.time
+        if self.times.prefill is None:
+            self.times.prefill = record.time
             self.reused_tokens = slot.reused_tokens
         self.state = "prefill" if slot.state == "prefilling" else "decode"
         self.prefilled = min(slot.tokens, self.prompt_tokens)
@@ -255,6 +260,13 @@ class Generation:
         self.times.ended = time.time()
         self.state, self.error = "finished", error
         self.finish_reason = reason  # last: it is what `done` reads
+        self._signal.notify()
+
+    def _interrupted(self, *, failed: bool, handed_over: bool) -> None:
+        """Back in line, to go on in another worker."""
+        self.resumed = self.resumed or failed
+        self.handovers += handed_over
+        self.state = "waiting"
         self._signal.notify()
 
     def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the worker's loop runs: a child process for servers, a thread for notebooks and tests."""
+"""Where the worker's loop runs: a child process for servers, a thread for notebooks and tests, or in leases."""
 
 import os
 import queue
@@ -6,21 +6,27 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.wire import Shutdown
+from engine.errors import NoLease
+from engine.lease import Lease, LeaseTerms
+from engine.wire import LeaseRefused, Ready, Shutdown
 
 
 class Worker:
     """A running worker as the front sees it: messages in, messages out, and an end.
 
-    Sending never blocks the caller: a worker that computes reads late, and the web server must not wait.
+    Sending never blocks the caller: a worker that computes reads late, and the web server must not wait. The
+    connection may be long in coming, or never come (`NoLease`); what is sent meanwhile waits for it.
+    `end(timeout)` has to end the worker, and to return when it has ended or after so many seconds.
     """
 
-    def __init__(self, connection: Connection, end: Callable[[], None], pid: int | None = None):
+    def __init__(self, connection: "Future[Connection]", end: Callable[[float | None], object], pid: int | None = None):
         self.pid = pid
         self._connection = connection
         self._end = end
@@ -32,25 +38,49 @@ class Worker:
 
     def messages(self) -> Iterator[object]:
         """Everything the worker says, until it is gone."""
+        try:
+            connection = self._connection.result()
+        except NoLease as refusal:
+            yield LeaseRefused(str(refusal))
+            return
         while True:
             try:
-                yield self._connection.recv()
+                yield connection.recv()
             except (EOFError, OSError):
                 return
 
-    def stop(self) -> None:
-        """End the worker and wait until it has ended."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End the worker and wait until it has ended, at most `timeout` seconds."""
         self.send(Shutdown())
-        self._end()
+        self._end(timeout)
 
     def _send_all(self) -> None:
         message = None
         while not isinstance(message, Shutdown):
             message = self._outbox.get()
             try:
-                self._connection.send(message)
-            except OSError:
+                self._connection.result().send(message)
+            except (NoLease, OSError):
                 return
+
+
+class LeaseHost(Protocol):
+    """A host that has a worker for a limited time only, which one of the visitors pays for."""
+
+    ready: Ready
+    terms: LeaseTerms
+
+    def visitor(self) -> Hashable:
+        """Who is asking, in whose call this is; equal for everything that one visitor asks for."""
+
+    def start(self, lease: Lease) -> Worker:
+        """Ask for a worker in the payer's context, without waiting for it. It parks when `lease` says so."""
+
+
+def connected(connection: Connection) -> "Future[Connection]":
+    future: Future[Connection] = Future()
+    future.set_result(connection)
+    return future
 
 
 def start_process(config: EngineConfig) -> Worker:
@@ -68,13 +98,12 @@ def start_process(config: EngineConfig) -> Worker:
         stdin=subprocess.DEVNULL,
     )
     theirs.close()
-    connection = Connection(ours.detach())
 
-    def end() -> None:
+    def end(timeout: float | None) -> None:
         process.kill()
-        process.wait()
+        process.wait(timeout)
 
-    worker = Worker(connection, end, process.pid)
+    worker = Worker(connected(Connection(ours.detach())), end, process.pid)
     worker.send(config)
     return worker
 
@@ -86,7 +115,7 @@ def start_thread(config: EngineConfig) -> Worker:
     ours, theirs = Pipe()
     thread = threading.Thread(target=serve, args=(theirs, config), name="kvscope-worker", daemon=True)
     thread.start()
-    return Worker(ours, thread.join)
+    return Worker(connected(ours), thread.join)
 
 
 HOSTS = {"process": start_process, "thread": start_thread}

@@ -90,7 +90,10 @@ class ModelRunner:
     def _layer_shapes(self) -> list[LayerShape]:
         """What each layer caches for one token, seen in a forward of one token rather than guessed from the config."""
         cache: Any = DynamicCache(config=self.model.config)
-        self._forward(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        # With a mask that leaves nothing to look up in the numbers: a model on the meta device has none.
+        mask = attention_mask(self.model.config, first, 1, self.model.dtype)
+        self._forward(first, cache=cache, positions=first, mask=mask)
         return [
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
             for keys, values in ((layer.keys, layer.values) for layer in cache.layers)

@@ -18,12 +18,23 @@ MIN_REUSED_TOKENS = 16
 
 @dataclass(eq=False)
 class Retained:
-    """A finished sequence's keys and values, kept until the slot is needed: its client's next turn starts there."""
+    """Keys and values of a sequence that has left, kept until the slot is needed.
+
+    Of a finished one: its client's next turn starts there. Of a parked one: there it goes on.
+    """
 
     client: int | None
     request_id: int
     token_ids: list[int]
     released: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "Retained":
+        return cls(sequence.client, sequence.request_id, sequence.token_ids[: sequence.cached_tokens])
+
+    def may_serve(self, sequence: Sequence) -> bool:
+        same_client = self.client is not None and self.client == sequence.client
+        return same_client or self.request_id == sequence.request_id
 
 
 @dataclass
@@ -75,8 +86,15 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         if retain:
-            ids = sequence.token_ids[: sequence.cached_tokens]
-            self.retained[sequence.slot] = Retained(sequence.client, sequence.request_id, ids)
+            self.retained[sequence.slot] = Retained.of(sequence)
+
+    def park(self) -> None:
+        """Nobody runs or waits any more, but what they have cached is retained, also of those without a client."""
+        self.waiting.clear()
+        for sequence in self.live:
+            self.retained[sequence.slot] = Retained.of(sequence)
+        self.running.clear()
+        self.prefilling.clear()
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Shape the pool so that `sequence` fits beside the live ones; False if it cannot."""
@@ -116,13 +134,14 @@ class Scheduler:
     def _reusable(self, sequence: Sequence) -> tuple[int | None, int]:
         """The slot whose retained tokens share the longest beginning with the sequence, and how long that is.
 
-        Only within one client: neither timing nor counters may tell what a stranger typed. At least one
-        token is left to compute, since its logits are needed; all of them, for log-probabilities of the prompt.
+        Only within one client, or what was the sequence's own when it was parked: neither timing nor counters may tell
+        what a stranger typed. At least one token is left to compute, since its logits are needed; all of them, for
+        log-probabilities of the prompt.
         """
-        if sequence.params.prompt_logprobs:
+        if sequence.params.prompt_logprobs and not sequence.output_ids:
             return None, 0
         ids = sequence.token_ids[:-1]
-        own = [(slot, kept) for slot, kept in self.retained.items() if kept.client == sequence.client]
+        own = [(slot, kept) for slot, kept in self.retained.items() if kept.may_serve(sequence)]
         lengths = {slot: _common_prefix(ids, kept.token_ids) for slot, kept in own}
         best = max(lengths, key=lambda slot: lengths[slot], default=None)
         if best is None or lengths[best] < MIN_REUSED_TOKENS:

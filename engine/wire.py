@@ -1,7 +1,8 @@
 """What the front and the worker say to each other: token ids and times, never text.
 
 One message is one pickled dataclass on a `multiprocessing.connection.Connection`; both ends belong
-to the same user and are connected by inheritance, never by an address.
+to the same user. They are connected by inheritance, or, where a process is used again, by a socket in a
+folder that only this user can enter.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class StartRace:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """End the loop. A worker process is ended by its operating system instead."""
+    """End the loop. A child process is ended by its operating system instead, a leased one kept for the next lease."""
 
 
 # ---- worker to front
@@ -60,6 +61,18 @@ class Ready:
     folder: str
     facts: dict[str, Any]
     eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class LeaseRefused:
+    """No worker came: in the host's place of one, with a sentence for the visitor who was to pay."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A lease's last word: everything was told, nothing is lost, and what is unfinished can go on elsewhere."""
 
 
 @dataclass(frozen=True)

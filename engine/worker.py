@@ -1,26 +1,28 @@
 """The worker's loop: load the model, then turn messages into steps and steps into messages.
 
-The same loop runs in a child process (`python -m engine.worker FD`), or in a thread. It owns the
-device, the weights and the cache, and ends when the other end of the connection is gone.
+The same loop runs in a child process (`python -m engine.worker FD`), in a thread, or for the time of a lease. It
+owns the device, the weights and the cache, and ends when the other end of the connection is gone.
 """
 
+import math
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import LoadingError
+from engine.facts import model_facts
 from engine.grammar import Grammars
 from engine.loading import load_model, make_runner, resolve
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
-from engine.runner import ModelRunner
-from engine.support import context_length
 from engine.tokenizer import eos_token_ids
 from engine.wire import Cancel, Loading, LoadingFailed, Ready, Shutdown, StartRace, Submit
 
@@ -47,6 +49,11 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
         files = resolve(config, progress)
         progress("loading the weights", 0, 0)
         model = load_model(files, config)
+    return make_core(files, model, config)
+
+
+def make_core(files: ModelFiles, model: PreTrainedModel, config: EngineConfig) -> tuple[EngineCore, Ready]:
+    """Warm the model up and put an engine around it; `LoadingError` if it cannot be served."""
     parameters = model.num_parameters()
     pack_linears(model)
     runner = make_runner(files, model)
@@ -54,36 +61,14 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
     end_ids = eos_token_ids(files.folder, trusted)
     grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
     core = EngineCore(runner, config, end_ids, grammars)
-    return core, Ready(str(files.folder), model_facts(files, runner, config, parameters), end_ids)
+    facts = model_facts(files, model, runner.layer_shapes, config, parameters)
+    return core, Ready(str(files.folder), facts, end_ids)
 
 
-def model_facts(files: ModelFiles, runner: ModelRunner, config: EngineConfig, parameters: int) -> dict:
-    """What snapshots say about the model; sizes in bytes, lengths in tokens."""
-    first, shapes = runner.layer_shapes[0], runner.layer_shapes
-    context = min(config.max_context, config.cache_tokens, context_length(runner.model.config))
-    return {
-        "id": files.id,
-        "name": files.id.rstrip("/").rsplit("/", 1)[-1],
-        "source": files.source,
-        "dtype": str(runner.model.dtype).removeprefix("torch."),
-        "device": ", ".join(dict.fromkeys(str(shape.device) for shape in shapes)),
-        "quantization": config.quantize,
-        "threads": torch.get_num_threads(),
-        "layers": len(shapes),
-        "kv_heads": first.kv_heads,
-        "head_dim": first.head_dim,
-        "bytes_per_value": first.dtype.itemsize,
-        "bytes_per_token": sum(shape.bytes_per_token for shape in shapes),
-        "context": context,
-        "parameters": parameters,
-        "vocabulary": runner.vocabulary,
-    }
-
-
-def run(core: EngineCore, connection: Connection) -> None:
-    """Step while there is work, sleep on the connection while there is none."""
-    while True:
-        while connection.poll(0 if core.has_work else None):
+def run(core: EngineCore, connection: Connection, until: float = math.inf) -> None:
+    """Step while there is work, sleep on the connection while there is none; end by itself at `until`, monotonic."""
+    while (left := until - time.monotonic()) > 0:
+        while connection.poll(0 if core.has_work else None if left == math.inf else left):
             message = connection.recv()
             if isinstance(message, Shutdown):
                 return

@@ -203,9 +203,11 @@ def generate_data(prompt: Any, **overrides: Any) -> list[Any]:
     return [prompt, *{**DEFAULTS, **overrides}.values()]
 
 
-def stream(app: RunningApp, endpoint: str, *data: Any, timeout: float = 60) -> Iterator[Any]:
+def stream(
+    app: RunningApp, endpoint: str, *data: Any, timeout: float = 60, headers: dict[str, str] | None = None
+) -> Iterator[Any]:
     """The values that `endpoint` streams; `ApiError` if it ends in one. Closing the iterator disconnects."""
-    with httpx.Client(base_url=app.url, timeout=timeout) as client:
+    with httpx.Client(base_url=app.url, timeout=timeout, headers=headers) as client:
         # Not httpx's own encoder: lone surrogates, NaN and infinities have to get through to the app.
         body = json.dumps({"data": data})
         call = f"gradio_api/call/{endpoint}"

@@ -549,13 +549,6 @@ def test_a_hundred_streams_at_once(app):
     assert_a_crowd_is_served(app)
 
 
-def test_a_hundred_streams_at_once_on_zerogpu(talkative):
-    command = (sys.executable, str(ROOT / "tests" / "on_zerogpu.py"))
-    settings = {"SPACES_ZERO_GPU": "true", "SPACES_ZERO_DEVICE_API_URL": "http://127.0.0.1:9"}
-    with running_app(talkative, command=command, KVSCOPE_MAX_BATCH_SIZE=BATCH, **settings) as app:
-        assert_a_crowd_is_served(app)
-
-
 def test_one_address_cannot_take_every_place(talkative):
     with running_app(talkative, KVSCOPE_MAX_PER_ADDRESS=2, KVSCOPE_MAX_CONTEXT=CONTEXT) as app:
         with closing(long_stream(app)) as first, closing(long_stream(app)) as second:

@@ -6,7 +6,7 @@ import { indented } from "./json.js";
 import { wake, you } from "./live.js";
 import { markdown } from "./markdown.js";
 import { TokenView } from "./tokens.js";
-import { count, parts, say } from "./words.js";
+import { count, parts, say, sayLinked } from "./words.js";
 
 const root = document.documentElement;
 
@@ -35,7 +35,7 @@ export function mount({ element, props, watch, trigger }) {
     say(part.label, pending?.label ?? "");
     part.bar.parentElement.toggleAttribute("data-open", pending?.progress !== undefined);
     part.bar.style.width = `${100 * (pending?.progress ?? 0)}%`;
-    say(part.notice, notice ?? "");
+    sayLinked(part.notice, notice ?? "");
     part.notice.hidden = !notice;
     say(part.context, used ? `${count(used)} of ${count(limit)} tokens of context used` : "");
     if (near || pending) part.scroll.scrollTop = part.scroll.scrollHeight;

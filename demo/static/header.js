@@ -1,7 +1,7 @@
 // Name, model and the state of the whole server; a banner when it is not ready.
 
-import { onLive } from "./live.js";
-import { count, parts, say } from "./words.js";
+import { onLive, you } from "./live.js";
+import { count, parts, plural, say } from "./words.js";
 
 const SENTENCES = {
   loading: "The model is loading.",
@@ -22,6 +22,8 @@ export function mount({ element }) {
     say(part.running, count(live.running));
     say(part.waiting, count(live.waiting));
     say(part.speed, count(live.tokens_per_second));
+    say(part.lease, live.lease ? leaseSentence(live.lease) : "");
+    part.lease.hidden = !live.lease;
     say(part.said, sentence(live));
     part.banner.toggleAttribute("data-open", Boolean(part.said.textContent));
     const { done, total } = live.loading ?? {};
@@ -33,6 +35,15 @@ export function mount({ element }) {
     if (lost) say(part.said, "The connection is lost. Trying again; your conversation is kept in this page.");
     if (lost) part.banner.toggleAttribute("data-open", true);
   }).observe(document.documentElement, { attributeFilter: ["data-connection"] });
+}
+
+/** Who pays for the GPU that everybody here shares, and for how long. */
+function leaseSentence({ state, payer, asked, asked_s, left_s, sharing, handovers }) {
+  const before = handovers ? ` · ${plural(handovers, "handover")} so far` : "";
+  if (state === "none") return `No GPU is held now: the next question asks for one${before}`;
+  const whose = payer && payer === you.client ? "at your expense" : "at another visitor's expense";
+  if (state === "asked") return `Asking for ${asked}, ${whose} · ${count(asked_s)} s so far · ${plural(sharing, "request")} will share it${before}`;
+  return `GPU lease ${whose} · ${count(left_s)} s left · shared by ${plural(sharing, "request")}${before}`;
 }
 
 function sentence({ worker, loading, error }) {

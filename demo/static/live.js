@@ -35,7 +35,7 @@ async function poll() {
     root.dataset.connection = "open";
     root.dataset.worker = latest.worker;
     for (const listener of listeners) listener(latest);
-    pause = latest.active || latest.worker !== "ready" || looks-- > 0 ? ACTIVE_MS : IDLE_MS;
+    pause = latest.active || !["ready", "none"].includes(latest.worker) || looks-- > 0 ? ACTIVE_MS : IDLE_MS;
   } catch {
     root.dataset.connection = "lost";
   }

@@ -1,8 +1,8 @@
 // Race: two lanes, each with its own clock, then the verdict.
 
 import { Figure } from "./figure.js";
-import { wake } from "./live.js";
-import { parts, say } from "./words.js";
+import { wake, you } from "./live.js";
+import { parts, say, sayLinked } from "./words.js";
 
 export function mount({ element, props, watch }) {
   const part = parts(element.closest("#race"));
@@ -10,14 +10,15 @@ export function mount({ element, props, watch }) {
   const root = document.documentElement;
 
   watch("value", () => {
-    const { state, lanes = [], caption, notice, verdict, prompt, figure: drawn } = props.value;
+    const { state, lanes = [], caption, notice, verdict, prompt, client, figure: drawn } = props.value;
+    if (client) you.client = client;
     if (state === "waiting" && root.dataset.race !== "waiting") wake();
     root.dataset.race = state;
     say(part.caption, caption);
     if (prompt) for (const name of ["naive", "cached"]) say(part[`${name}-prompt`], lastSentence(prompt));
     for (const lane of lanes) showLane(part, lane);
     if (state === "waiting" && !lanes.length) clear(part, figure);
-    say(part.notice, notice ?? "");
+    sayLinked(part.notice, notice ?? "");
     part.notice.hidden = !part.notice.textContent;
     for (const name of ["ratio", "naive", "cached", "same"]) say(part[name], verdict?.[name] ?? clockOf(lanes, name));
     if (drawn) figure.update(drawn);

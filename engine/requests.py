@@ -1,0 +1,130 @@
+"""The unfinished requests, generations and races, and what a step, or a worker's end, means for them."""
+
+from collections.abc import Callable, Iterator
+
+from engine import tracing
+from engine.comparison import Comparison
+from engine.generation import Generation
+from engine.lease import Payer
+from engine.telemetry import Telemetry
+from engine.wire import StepReport
+
+TOO_SLOW = "Two GPU leases ended before this answer could go on. Please send it again, or a shorter one."
+DIED_TWICE = "The engine died twice during this answer. Please send it again."
+RACE_RESTARTED = "The engine restarted during this race. Start it again."
+RACE_OUTLASTED = "The GPU lease ended before this race did. Start it again, with fewer tokens."
+
+Request = Generation | Comparison
+
+
+class Requests:
+    """Not thread-safe: the engine's lock guards it. Iterating gives everything unfinished, in order of arrival."""
+
+    def __init__(self, telemetry: Telemetry):
+        self.generations: dict[int, Generation] = {}
+        self.comparisons: dict[int, Comparison] = {}
+        self.model_name = ""
+        self._telemetry = telemetry
+
+    def __iter__(self) -> Iterator[Request]:
+        unfinished: dict[int, Request] = {**self.generations, **self.comparisons}
+        return iter([unfinished[number] for number in sorted(unfinished)])
+
+    def add(self, request: Request) -> None:
+        if isinstance(request, Generation):
+            self.generations[request.id] = request
+        else:
+            self.comparisons[request.id] = request
+
+    def of(self, payer: Payer | None) -> list[Request]:
+        """Those that `payer` has asked for."""
+        return [request for request in self if request.payer == payer]
+
+    def work(self, payer: Payer, prefill_chunk: int) -> tuple[int, int, int]:
+        """What serving `payer` takes: decode steps and races of its own, and the prefill steps of everybody."""
+        own = self.of(payer)
+        generations = [request for request in own if isinstance(request, Generation)]
+        owed = max((g.sequence.params.max_new_tokens - len(g.events) for g in generations), default=0)
+        to_read = sum(-(-generation.sequence.length // prefill_chunk) for generation in self.generations.values())
+        return owed, to_read, len(own) - len(generations)
+
+    def end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """It is over, for whatever reason; its followers are told."""
+        request._finish(reason, error)
+        if isinstance(request, Generation):
+            del self.generations[request.id]
+            self._telemetry.record_end(request.span())
+            tracing.record(request, self.model_name)
+        else:
+            del self.comparisons[request.id]
+
+    def fail(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            self.end(request, "error", message)
+
+    def take_in(self, report: StepReport, bytes_per_token: int, cancel: Callable[[int], None]) -> bool:
+        """Everything one step did, to those it concerns; whether anybody got anything.
+
+        `cancel` reaches the worker, which knows no stop strings.
+        """
+        touched: dict[int, Generation] = {}
+        for slot in report.slots:
+            if slot.state != "retained" and (generation := self.generations.get(slot.request_id)):
+                generation._seated(slot, report.record)
+                touched[generation.id] = generation
+        for scored in report.prompt_logprobs:
+            if generation := self.generations.get(scored.request_id):
+                generation.prompt_logprobs = scored.logprobs
+        delivered = self._take_tokens(report, touched, cancel)
+        for probe in report.probes:
+            if generation := self.generations.get(probe.request):
+                generation.probes.append(probe)
+        for failure in report.failures:
+            if generation := self.generations.get(failure.request_id):
+                self.end(generation, "error", failure.message)
+        for step in report.race_steps:
+            if comparison := self.comparisons.get(step.request_id):
+                comparison._push(step)
+                if comparison.done:
+                    del self.comparisons[comparison.id]
+        waiting = sum(generation.state == "waiting" for generation in self.generations.values())
+        self._telemetry.record(report, delivered, waiting, bytes_per_token)
+        for generation in touched.values():
+            generation._notify()
+        return bool(delivered or report.race_steps)
+
+    def worker_ended(self, *, died: bool, in_vain_for: Payer | None = None) -> None:
+        """Everything is waiting again, to go on in another worker with the tokens it would have had.
+
+        What was under way when a worker died has one such chance, and so has what somebody paid for in vain; a race
+        has none once it has begun.
+        """
+        for comparison in list(self.comparisons.values()):
+            if comparison.state != "waiting" or _is(comparison.payer, in_vain_for):
+                self.end(comparison, "error", RACE_RESTARTED if died else RACE_OUTLASTED)
+        for generation in list(self.generations.values()):
+            started = generation.state != "waiting"
+            failed = (died and started) or _is(generation.payer, in_vain_for)
+            if failed and generation.resumed:
+                self.end(generation, "error", DIED_TWICE if died else TOO_SLOW)
+                continue
+            generation._interrupted(failed=failed, handed_over=started and not failed)
+
+    def _take_tokens(self, report: StepReport, touched: dict[int, Generation], cancel: Callable[[int], None]) -> int:
+        """How many tokens found their generation: those behind a stop string or of a cancelled one are nobody's."""
+        delivered = 0
+        for token in report.tokens:
+            generation = self.generations.get(token.request_id)
+            if generation is None:
+                continue
+            touched[generation.id] = generation
+            delivered += 1
+            if reason := generation._push(token, report.record):
+                if reason == "stop_sequence" and not token.finish_reason:
+                    cancel(generation.id)
+                self.end(generation, reason)
+        return delivered
+
+
+def _is(payer: Payer | None, other: Payer | None) -> bool:
+    return payer is not None and payer == other

@@ -1,0 +1,52 @@
+"""Time that runs out, workers that hang, and the end of everything."""
+
+import psutil
+from conftest import at_rest
+from device_api import device_api
+from running_app import eventually
+from visitors import Visitor, last, lease, on_zerogpu, open_lease, released, speaks
+
+LONG = 300
+
+
+def test_sampled_sequences_that_outlast_their_lease_are_those_of_one_long_run(hasty, alone):
+    app, api = hasty
+    with at_rest(api):
+        jobs = [Visitor(app, name).ask(LONG, seed) for seed, name in enumerate(("ann", "bob", "cy"))]
+        eventually(lambda: all(speaks(job) for job in jobs))
+        slow = psutil.Process(open_lease(api).pid)
+        slow.suspend()  # so that its time runs out before anybody's answer is complete
+        eventually(lambda: lease(app)["left_s"] == 0)
+        slow.resume()
+        assert [last(job) for job in jobs] == [alone(LONG, seed) for seed in range(3)]
+        assert len(api.grants) > 1 and not any(grant.killed for grant in api.grants)
+
+
+def test_a_worker_that_hangs_is_killed_at_its_duration_and_replaced(hasty, alone):
+    app, api = hasty
+    with at_rest(api):
+        job = Visitor(app, "ann").ask(LONG)
+        eventually(lambda: speaks(job))
+        hanging = open_lease(api)
+        psutil.Process(hanging.pid).suspend()
+        assert last(job) == alone(LONG)
+        assert hanging.killed
+
+
+def test_a_signal_ends_a_running_lease_and_releases_it(slow_model):
+    with device_api() as api, on_zerogpu(slow_model, api) as app:
+        job = Visitor(app, "ann").ask(LONG)
+        eventually(lambda: speaks(job))
+        assert app.end() == 0
+        released(api, timeout=0)
+        assert "Traceback" not in app.log
+
+
+def test_a_worker_ends_with_its_parent_however_that_goes(slow_model):
+    with device_api() as api, on_zerogpu(slow_model, api) as app:
+        job = Visitor(app, "ann").ask(LONG)
+        eventually(lambda: speaks(job))
+        worker = psutil.Process(open_lease(api).pid)
+        app.process.kill()
+        app.process.wait()
+        eventually(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, timeout=10)
