@@ -17,7 +17,7 @@ from demo.refusals import REFUSALS, readable, require, sendable
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
-from engine import Engine, Generation, SamplingParams
+from engine import Engine, Generation, GenerationError, SamplingParams
 
 SYSTEM_PROMPT = "You are a helpful assistant. Answer in plain, short sentences."
 SPEED_EVERY_S = 1.0
@@ -148,8 +148,11 @@ class Chat:
                     gpu = waiting_for_gpu(self._engine, generation.client)
                     pending = {"label": gpu} if gpu else waiting(generation)
                     yield show(messages, pending=pending, **state), gr.skip(), speed
+        if generation.error and not generation.events:
+            raise GenerationError(generation.error)
         speed = speed_value(visit.measured.with_turn(generation))
-        yield show([*messages, spoken(generation, key)], used=used(generation), **client), gr.skip(), speed
+        state = {**client, "used": used(generation), "notice": generation.error or notice}
+        yield show([*messages, spoken(generation, key)], **state), gr.skip(), speed
 
 
 def sampling_params(seed: str, stop: str, schema: str, **numbers: Any) -> SamplingParams:
@@ -223,7 +226,7 @@ def note(generation: Generation) -> str:
         parts.append("carried on after a restart of the worker")
     if generation.handovers:
         parts.append(f"went on in {generation.handovers} more GPU lease{'s' if generation.handovers > 1 else ''}")
-    endings = {"cancelled": "stopped", "length": "cut at its limit", "error": f"failed: {result.error}"}
+    endings = {"cancelled": "stopped", "length": "cut at its limit", "error": "broke off"}
     if generation.done and result.finish_reason in endings:
         parts.append(endings[result.finish_reason])
     return " · ".join(parts)

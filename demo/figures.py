@@ -82,10 +82,10 @@ def _milliseconds(traces: list[Any], x_top: int, slowest: float, labels: list[di
 
 def cache(snapshot: dict[str, Any]) -> dict | None:
     """Bytes in use over the last half minute, stacked by request, under the line of what is reserved."""
-    if not snapshot["cache"]["allocated_bytes"]:
-        return None
     now = snapshot["time"]
     history = [*(entry for entry in snapshot["history"] if entry["time"] > now - WINDOW_S - 1), _present(snapshot)]
+    if not any(entry["allocated_bytes"] for entry in history):
+        return None
     clients = {entry["request"]: entry["client"] for entry in snapshot["requests"]}
     lives = {
         request: _life(history, request, now) for request in sorted({r for e in history for r in e["used"]}, key=int)

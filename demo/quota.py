@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-PRO = "more of it: https://huggingface.co/subscribe/pro"
 TOKEN_HEADER = "x-ip-token"
 KNOWN_VISITORS = 10_000
 REMEMBER_S = 600.0
@@ -45,7 +44,7 @@ class Quotas:
         if self.little_left(visitor):
             raise ValueError(
                 "Little of your GPU quota is left, and this would spend it: it is kept for your own questions. "
-                f"The quota fills up again within a day; {PRO}"
+                "The quota fills up again within a day; [a PRO account](https://huggingface.co/subscribe/pro) has more."
             )
 
 
@@ -61,13 +60,13 @@ def identity(headers: Mapping[str, str]) -> str:
     if token is None:
         return (
             "Nobody is signed in here (a page embedded in another site cannot know you), so the small quota of your "
-            f"network address counts: open the Space itself, {space_url()}"
+            f"network address counts. Better: [open the Space itself]({space_url()})."
         )
     error = _payload(token).get("error")
     if error:
         return (
-            f"Your sign-in could not be used ({error}), so the quota of your network address counts: "
-            f"open the Space again, {space_url()}"
+            f"Your sign-in could not be used ({error}), so the quota of your network address counts. "
+            f"Better: [open the Space again]({space_url()})."
         )
     return ""
 

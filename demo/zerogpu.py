@@ -116,7 +116,9 @@ class ZeroGPU:
             traceback.print_exception(error, file=sys.stderr)
             return f"The GPU could not be asked for ({type(error).__name__}). Please try again in a minute."
         request: Any = LocalContext.request.get(None)
-        return " ".join(filter(None, [_sentence(error), identity(getattr(request, "headers", {}))]))
+        said = _sentence(error)
+        whose = identity(getattr(request, "headers", {}))
+        return f"{said.rstrip('. ')}. {whose}" if whose else said
 
     # ---- in the forked process
 

@@ -51,6 +51,8 @@ class Telemetry:
     def worker_lost(self) -> None:
         """The cache is gone with the worker."""
         self.slots, self.allocated_bytes = [], 0
+        if self.history:
+            self._sample(time.time(), [], self.history[-1]["waiting"], 0)
 
     def tokens_per_second(self, now: float) -> float:
         """Over the last seconds; 0 when nothing was emitted in them."""

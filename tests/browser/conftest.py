@@ -88,7 +88,7 @@ def open_page(browser) -> Iterator[Callable[..., Page]]:
         page.goto(app.url + query)
         # The panels are alive once the first message about everybody has reached them.
         page.wait_for_function(
-            "document.documentElement.dataset.worker === 'ready' && !!document.querySelector('#prompt')"
+            "['ready', 'none'].includes(document.documentElement.dataset.worker) && !!document.querySelector('#prompt')"
         )
         expect(page.locator('#header [data-part="model"]')).not_to_have_text("connecting")
         return page

@@ -1,13 +1,12 @@
 """The app on a ZeroGPU Space, as far as a machine without one can show it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
 from device_api import DeviceApi, device_api
 from running_app import RunningApp, generate_data, running_app, save_talkative_model, stream
-from visitors import PROMPT, on_zerogpu, released
+from visitors import PROMPT, at_rest, on_zerogpu
 
 
 @pytest.fixture(scope="session")
@@ -41,19 +40,6 @@ def api(served) -> Iterator[DeviceApi]:
     """The device API of the one app, at rest before and after."""
     with at_rest(served[1]) as api:
         yield api
-
-
-@contextmanager
-def at_rest(api: DeviceApi) -> Iterator[DeviceApi]:
-    """Afterwards, every lease was released, and there were never two at once."""
-    api.reset()
-    yield api
-    api.gate.set()
-    if api.queue_for:
-        api.queue_for.set()
-    released(api, timeout=30)
-    assert api.most_at_once <= 1
-    assert all(grant.failed == grant.killed for grant in api.grants)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,9 @@
 """Time that runs out, workers that hang, and the end of everything."""
 
 import psutil
-from conftest import at_rest
 from device_api import device_api
 from running_app import eventually
-from visitors import Visitor, last, lease, on_zerogpu, open_lease, released, speaks
+from visitors import Visitor, at_rest, last, lease, on_zerogpu, open_lease, released, speaks
 
 LONG = 300
 

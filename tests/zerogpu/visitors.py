@@ -81,3 +81,16 @@ def released(api: DeviceApi, timeout: float = 8) -> None:
 
 def lease(app: RunningApp) -> dict[str, Any]:
     return app.stats()["lease"]
+
+
+@contextmanager
+def at_rest(api: DeviceApi) -> Iterator[DeviceApi]:
+    """Afterwards, every lease was released, and there were never two at once."""
+    api.reset()
+    yield api
+    api.gate.set()
+    if api.queue_for:
+        api.queue_for.set()
+    released(api, timeout=30)
+    assert api.most_at_once <= 1
+    assert all(grant.failed == grant.killed for grant in api.grants)

@@ -1,0 +1,24 @@
+"""Weights on the emulated device: packed once by `spaces`, and unpacked in each worker."""
+
+from device_api import device_api
+from running_app import generate_data, running_app, stream
+from visitors import at_rest, on_zerogpu, released
+
+
+def test_each_worker_has_the_weights_that_were_packed_once(slow_model, tmp_path):
+    data = generate_data("The lighthouse stood", max_new_tokens=30, temperature=0)
+    with running_app(slow_model, KVSCOPE_DTYPE="bfloat16") as app:
+        ordinary = list(stream(app, "generate", *data))[-1]
+
+    settings = {"KVSCOPE_DEVICE": "cuda", "ZEROGPU_OFFLOAD_DIR": tmp_path}
+    with device_api() as api, on_zerogpu(slow_model, api, **settings) as app, at_rest(api):
+        model = app.stats()["model"]
+        assert model["device"] == "cuda:0" and model["dtype"] == "bfloat16" and model["layers"] == 4
+        (pack,) = tmp_path.iterdir()
+        written = pack.stat().st_mtime_ns
+        for reuse in (True, False):
+            api.reuse = reuse
+            assert list(stream(app, "generate", *data))[-1] == ordinary
+            released(api)
+        assert len({grant.pid for grant in api.grants}) == 2
+        assert list(tmp_path.iterdir()) == [pack] and pack.stat().st_mtime_ns == written
