@@ -11,8 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextvars import copy_context
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +21,15 @@ from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
 from engine.generation import Generation
-from engine.hosts import HOSTS, LeaseHost, Worker
-from engine.lease import Demand, Lease, Payer, seconds_needed
+from engine.hosts import LeaseHost, Worker
 from engine.params import MAX_SEED, SamplingParams, whole_number
 from engine.prompts import Prompt, PromptEncoder
-from engine.requests import Request, Requests
+from engine.requests import Requests
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
 from engine.tokenizer import load_tokenizer
-from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StartRace, StepReport, Submit
+from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StepReport
+from engine.workers import Workers
 
 SNAPSHOT_EVERY_S = 0.25
 KNOWN_CLIENTS = 10_000
@@ -52,9 +51,9 @@ class Engine:
         self.facts: dict[str, Any] = {}  # the snapshot's `model`, once it is loaded
         self.prompts: PromptEncoder | None = None
         self._eos_token_ids: frozenset[int] = frozenset()
-        self._host = host
         self._lock = threading.RLock()
         self._requests = Requests(self.telemetry)
+        self._workers = Workers(host, self.config, self._requests, self.telemetry, self._lock, self._read)
         self._ids = itertools.count(1)
         self._clients: OrderedDict[Hashable, int] = OrderedDict()
         self._client_numbers = itertools.count(1)
@@ -62,14 +61,9 @@ class Engine:
         self._settled = threading.Event()
         self._loading: dict[str, Any] | None = None
         self._error: str | None = None
-        self._restarts = 0
         self._snapshot: dict[str, Any] | None = None
-        self._lease: Lease | None = None
-        self._handovers = 0
-        self._worker: Worker | None = None
-        if isinstance(host, str):
-            self._start_worker(HOSTS[host](self.config))
-        else:
+        self._workers.start()
+        if not isinstance(host, str):
             self._became_ready(host.ready)
 
     @classmethod
@@ -149,10 +143,10 @@ class Engine:
             line.refuse_if_full(self._unfinished(), self.config, self.telemetry.last_speed)
             number = None if client is None else self.client_number(client)
             sequence = Sequence(next(self._ids), ids, params, seed, number, probe)
-            generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self, self._payer())
+            generation = Generation(sequence, Detokenizer(encoder.tokenizer, params.stop), self, self._workers.payer())
             generation.trace = tracing.caller()
             self.telemetry.total_requests += 1
-            self._begin(generation)
+            self._workers.begin(generation)
         return generation
 
     def compare(self, prompt: Prompt, new_tokens: int, client: Hashable | None = None) -> Comparison:
@@ -172,18 +166,17 @@ class Engine:
                 )
             lanes = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in ("naive", "cached")]
             number = None if client is None else self.client_number(client)
-            comparison = Comparison(next(self._ids), ids, lanes, self.facts, self, number, self._payer())
-            self._begin(comparison)
+            comparison = Comparison(next(self._ids), ids, lanes, self.facts, self, number, self._workers.payer())
+            self._workers.begin(comparison)
         return comparison
 
     def cancel(self, request: Generation | Comparison) -> None:
         """End a generation or a race; one that has ended already is left alone."""
         with self._lock:
             if not request.done:
-                self._tell(Cancel(request.id))
+                self._workers.tell(Cancel(request.id))
                 self._requests.end(request, "cancelled")
-                if self._lease and request.payer == self._lease.payer:
-                    self._lease.payer_left = not self._requests.of(request.payer)
+                self._workers.left_by(request.payer)
 
     def client_number(self, client: Hashable) -> int:
         """The anonymous number that snapshots show for a client."""
@@ -213,10 +206,10 @@ class Engine:
                 self._snapshot = {
                     "time": now,
                     "model": self.facts or None,
-                    "worker": self._worker_state(),
+                    "worker": self._workers.state if self._workers.leased and self._state == "ready" else self._state,
                     "loading": self._loading,
                     "error": self._error,
-                    "lease": self._lease_snapshot(),
+                    "lease": self._workers.lease_snapshot(self._paying_client()),
                     **self.telemetry.snapshot(now, generations, self.config, self.facts.get("bytes_per_token", 0)),
                     "races": {
                         "waiting": sum(c.state == "waiting" for c in comparisons),
@@ -224,7 +217,7 @@ class Engine:
                         "paused": any(c.state == "paused" for c in comparisons),
                     },
                 }
-                self._snapshot["totals"]["restarts"] = self._restarts
+                self._snapshot["totals"]["restarts"] = self._workers.deaths
             return self._snapshot
 
     def close(self) -> None:
@@ -233,7 +226,7 @@ class Engine:
             if self._state == "stopped":
                 return
             self._stop("The engine was closed.")
-            worker = self._worker
+            worker = self._workers.current
         if worker:
             worker.stop(PATIENCE_S)
 
@@ -259,71 +252,11 @@ class Engine:
         with self._lock:
             return list(self._requests.generations.values())
 
-    def _payer(self) -> Payer | None:
-        return None if isinstance(self._host, str) else Payer(self._host.visitor(), copy_context())
-
-    def _worker_state(self) -> str:
-        if isinstance(self._host, str) or self._state != "ready":
-            return self._state
-        return "none" if self._lease is None else "asked" if self._lease.until is None else "ready"
-
-    def _lease_snapshot(self) -> dict[str, Any] | None:
-        """None where nothing is leased; `payer` is a client's number."""
-        if isinstance(self._host, str):
-            return None
-        shown = {"state": "none"} if self._lease is None else self._lease.snapshot(time.monotonic())
-        payer = self.client_number(self._lease.payer.key) if self._lease else None
-        return {**shown, "payer": payer, "handovers": self._handovers}
+    def _paying_client(self) -> int | None:
+        lease = self._workers.lease
+        return self.client_number(lease.payer.key) if lease else None
 
     # ---- the worker
-
-    def _begin(self, request: Request) -> None:
-        self._requests.add(request)
-        if self._worker:
-            self._hand_over(request)
-        else:
-            self._lease_for_next()
-
-    def _tell(self, message: object) -> None:
-        # Without a worker there is nobody who would have to know.
-        if self._worker:
-            self._worker.send(message)
-
-    def _hand_over(self, request: Request) -> None:
-        if isinstance(request, Comparison):
-            self._tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
-            return
-        # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
-        sequence = request.sequence
-        self._tell(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
-
-    def _start_worker(self, worker: Worker) -> None:
-        self._worker = worker
-        threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
-
-    def _lease_for_next(self, last_payer: Payer | None = None) -> None:
-        """Ask for a lease in the name of one who waits: the first in line, but not twice in a row the same one."""
-        assert not isinstance(self._host, str)
-        waiting = sorted(self._requests, key=lambda request: request.payer == last_payer)
-        if not waiting:
-            return
-        payer = waiting[0].payer
-        assert payer is not None
-        steps_ms = (step["step_ms"] for step in self.telemetry.steps)
-        work = self._requests.work(payer, self.config.prefill_chunk)
-        seconds = seconds_needed(*work, steps_ms, self._host.terms)
-        self._lease = Lease(payer, seconds, self._host.terms, lambda: self._demand(payer))
-        self._start_worker(self._host.start(self._lease))
-        # The payer's own come first, whoever came before: nobody pays for others while standing in line.
-        for request in sorted(self._requests, key=lambda request: request.payer != payer):
-            self._hand_over(request)
-
-    def _demand(self, payer: Payer) -> Demand:
-        with self._lock:
-            own, everybody = self._requests.of(payer), list(self._requests)
-            others = [request for request in everybody if request.payer != payer]
-            served = [any(request.state != "waiting" for request in part) for part in (own, others)]
-            return Demand(len(own), len(others), *served)
 
     def _read(self, worker: Worker) -> None:
         parked = False
@@ -339,7 +272,7 @@ class Engine:
                     case StepReport():
                         self._take_in(message)
                     case LeaseRefused(text):
-                        self._lease_refused(text)
+                        self._workers.refused(text)
                         parked = True
                     case Parked():
                         parked = True
@@ -350,9 +283,9 @@ class Engine:
 
     def _take_in(self, report: StepReport) -> None:
         size = self.facts["bytes_per_token"]
-        fruitful = self._requests.take_in(report, size, lambda request_id: self._tell(Cancel(request_id)))
-        if self._lease and fruitful:
-            self._lease.fruitful = True
+        fruitful = self._requests.take_in(report, size, lambda request_id: self._workers.tell(Cancel(request_id)))
+        if self._workers.lease:
+            self._workers.lease.fruitful |= fruitful
 
     def _became_ready(self, ready: Ready) -> None:
         if self.prompts is None:
@@ -368,30 +301,13 @@ class Engine:
         self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 
-    def _lease_refused(self, message: str) -> None:
-        """Whoever was to pay is told why it failed; the others go on under the next payer."""
-        assert self._lease is not None
-        self._requests.fail(self._requests.of(self._lease.payer), message)
-
     def _worker_ended(self, parked: bool) -> None:
-        """Hand what was under way to another worker: at once, or where workers are leased, if anything was."""
-        self.telemetry.worker_lost()
-        self._worker, lease, self._lease = None, self._lease, None
         if self._state != "ready":
             self._stop("The worker that runs the model died while it was loading. See the log; then start again.")
             return
-        self._restarts += not parked
-        in_vain = lease is not None and lease.until is not None and not lease.fruitful
-        self._requests.worker_ended(died=not parked, in_vain_for=lease.payer if lease and in_vain else None)
-        if lease:
-            self._handovers += bool(lease.until and list(self._requests))
-            self._lease_for_next(lease.payer)
-            return
-        assert isinstance(self._host, str)
-        self._state = "restarting"
-        self._start_worker(HOSTS[self._host](self.config))
-        for request in self._requests:
-            self._hand_over(request)
+        if not self._workers.leased:
+            self._state = "restarting"
+        self._workers.ended(died=not parked)
 
     def _stop(self, message: str) -> None:
         self._state, self._error, self._loading = "stopped", message, None

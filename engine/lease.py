@@ -79,6 +79,11 @@ class Lease:
         self.seconds, self.until = seconds, until
 
     @property
+    def in_vain(self) -> bool:
+        """Whether it was granted, and nobody got anything out of it."""
+        return self.until is not None and not self.fruitful
+
+    @property
     def allowance_s(self) -> float:
         """How long it may work for others alone."""
         return max(self.terms.linger_s, self.terms.share * self.served_s)

@@ -198,7 +198,7 @@ def test_a_killed_worker_is_replaced_and_everyone_goes_on_token_for_token(tiny_e
     expected = [engine.submit(f"n {i}", sampled(seed=i, max_new_tokens=400)).result(WAIT_S).token_ids for i in range(3)]
     generations = [engine.submit(f"n {i}", sampled(seed=i, max_new_tokens=400)) for i in range(3)]
     eventually(lambda: len(generations[0].events) > 20)
-    os.kill(engine._worker.pid, signal.SIGKILL)
+    os.kill(engine._workers.current.pid, signal.SIGKILL)
     results = [generation.result(WAIT_S) for generation in generations]
     assert [result.token_ids for result in results] == expected
     assert generations[0].resumed and not generations[2].resumed, "one that only waited has lost nothing"
@@ -209,7 +209,7 @@ def test_a_killed_worker_is_replaced_and_everyone_goes_on_token_for_token(tiny_e
     for _ in range(2):
         before = len(twice.events)
         eventually(lambda before=before: len(twice.events) > before)
-        os.kill(engine._worker.pid, signal.SIGKILL)
+        os.kill(engine._workers.current.pid, signal.SIGKILL)
         eventually(lambda: twice.done or engine.snapshot()["worker"] == "restarting")
     with pytest.raises(GenerationError, match="died twice"):
         twice.result(WAIT_S)
@@ -221,7 +221,7 @@ def test_the_worker_ends_with_its_parent_however_that_ends(tiny_folder):
         "import sys, os; from engine import *\n"
         f"engine = Engine.from_pretrained({str(tiny_folder)!r}, device='cpu')\n"
         "engine.submit('abc', SamplingParams(max_new_tokens=1000))\n"
-        "print(engine._worker.pid, flush=True); sys.stdin.read()\n"
+        "print(engine._workers.current.pid, flush=True); sys.stdin.read()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],

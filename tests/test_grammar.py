@@ -138,7 +138,7 @@ def test_an_answer_goes_on_in_its_grammar_after_the_worker_was_killed(tiny_engin
     expected = engine.submit("abc", params).result(WAIT_S)
     generation = engine.submit("abc", params)
     eventually(lambda: len(generation.events) > 50)
-    os.kill(engine._worker.pid, signal.SIGKILL)
+    os.kill(engine._workers.current.pid, signal.SIGKILL)
     result = generation.result(WAIT_S)
     assert generation.resumed and result.token_ids == expected.token_ids
     assert re.fullmatch("([0-9]{2}[a-f]{2}){150}", result.text)

@@ -1,0 +1,134 @@
+"""Whoever computes for the front: one worker that is replaced when it dies, or one lease after another.
+
+Either way the unfinished requests go from one worker to the next, with the tokens that they would have had.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import replace
+from typing import Any
+
+from engine.comparison import Comparison
+from engine.config import EngineConfig
+from engine.hosts import HOSTS, LeaseHost, Worker
+from engine.lease import Demand, Lease, Payer, seconds_needed
+from engine.requests import Request, Requests
+from engine.telemetry import Telemetry
+from engine.wire import StartRace, Submit
+
+
+class Workers:
+    """The current worker, if there is one. The engine's lock guards all of it; `read` follows each new worker."""
+
+    def __init__(
+        self,
+        host: str | LeaseHost,
+        config: EngineConfig,
+        requests: Requests,
+        telemetry: Telemetry,
+        lock: threading.RLock,
+        read: Callable[[Worker], None],
+    ):
+        self.current: Worker | None = None
+        self.lease: Lease | None = None
+        self.handovers = 0
+        self.deaths = 0
+        self._host, self._config, self._requests, self._telemetry = host, config, requests, telemetry
+        self._lock, self._read = lock, read
+
+    @property
+    def leased(self) -> bool:
+        return not isinstance(self._host, str)
+
+    @property
+    def state(self) -> str:
+        """Of leases: none | asked | ready."""
+        return "none" if self.lease is None else "asked" if self.lease.until is None else "ready"
+
+    def payer(self) -> Payer | None:
+        """Who is asking now; None where nothing is leased."""
+        return None if isinstance(self._host, str) else Payer(self._host.visitor(), copy_context())
+
+    def begin(self, request: Request) -> None:
+        """Take a request in, and have it computed."""
+        self._requests.add(request)
+        if self.current:
+            self._hand_over(request)
+        else:
+            self._lease_for_next()
+
+    def tell(self, message: object) -> None:
+        """Send to the worker. Where there is none, there is nobody who would have to know."""
+        if self.current:
+            self.current.send(message)
+
+    def start(self) -> None:
+        """Start one, where one is always kept."""
+        if isinstance(self._host, str):
+            self._follow(HOSTS[self._host](self._config))
+
+    def left_by(self, payer: Payer | None) -> None:
+        """`payer` has cancelled a request: a lease does not go on at the expense of somebody who has left."""
+        if self.lease and self.lease.payer == payer:
+            self.lease.payer_left = not self._requests.of(payer)
+
+    def refused(self, message: str) -> None:
+        """Whoever was to pay is told why it failed; the others go on under the next payer."""
+        if self.lease:
+            self._requests.fail(self._requests.of(self.lease.payer), message)
+
+    def ended(self, *, died: bool) -> None:
+        """Hand what was under way to another worker: at once, or where workers are leased, if anything was."""
+        self.current, lease, self.lease = None, self.lease, None
+        self.deaths += died
+        self._telemetry.worker_lost()
+        self._requests.worker_ended(died=died, in_vain_for=lease.payer if lease and lease.in_vain else None)
+        if lease:
+            self.handovers += bool(lease.until and list(self._requests))
+            self._lease_for_next(lease.payer)
+        else:
+            self.start()
+            for request in self._requests:
+                self._hand_over(request)
+
+    def lease_snapshot(self, payer: int | None) -> dict[str, Any] | None:
+        """What snapshots say of the lease, `payer` being a client's number; None where nothing is leased."""
+        if not self.leased:
+            return None
+        shown = self.lease.snapshot(time.monotonic()) if self.lease else {"state": "none"}
+        return {**shown, "payer": payer, "handovers": self.handovers}
+
+    def _follow(self, worker: Worker) -> None:
+        self.current = worker
+        threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
+
+    def _hand_over(self, request: Request) -> None:
+        if isinstance(request, Comparison):
+            self.tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
+            return
+        # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
+        sequence = request.sequence
+        self.tell(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
+
+    def _lease_for_next(self, last_payer: Payer | None = None) -> None:
+        """Ask for a lease in the name of one who waits: the first in line, but not twice in a row the same one."""
+        waiting = sorted(self._requests, key=lambda request: request.payer == last_payer)
+        if isinstance(self._host, str) or not waiting or (payer := waiting[0].payer) is None:
+            return
+        steps_ms = (step["step_ms"] for step in self._telemetry.steps)
+        work = self._requests.work(payer, self._config.prefill_chunk)
+        seconds = seconds_needed(*work, steps_ms, self._host.terms)
+        self.lease = Lease(payer, seconds, self._host.terms, lambda: self._demand(payer))
+        self._follow(self._host.start(self.lease))
+        # The payer's own come first, whoever came before: nobody pays for others while standing in line.
+        for request in sorted(waiting, key=lambda request: (request.payer != payer, request.id)):
+            self._hand_over(request)
+
+    def _demand(self, payer: Payer) -> Demand:
+        with self._lock:
+            own, everybody = self._requests.of(payer), list(self._requests)
+            others = [request for request in everybody if request.payer != payer]
+            served = [any(request.state != "waiting" for request in part) for part in (own, others)]
+            return Demand(len(own), len(others), *served)
