@@ -21,6 +21,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from running_app import (
     DEFAULTS,
+    PLAIN,
     ROOT,
     ApiError,
     EventParser,
@@ -52,7 +53,7 @@ def app(talkative) -> Iterator[RunningApp]:
 
 @pytest.fixture(scope="module")
 def client(app) -> Client:
-    return Client(app.url, verbose=False)
+    return Client(app.url, verbose=False, ssl_verify=False)
 
 
 def generate(app: RunningApp, prompt: Any, **overrides: Any) -> list[str]:
@@ -86,7 +87,7 @@ def test_metrics_are_prometheus_text_without_anybodys_words(app):
 
 @pytest.mark.parametrize("path", ["gradio_api/upload", "upload", "gradio_api/upload/"])
 def test_uploads_are_refused(app, path):
-    response = httpx.post(app.url + path, files={"files": ("a.txt", b"text")})
+    response = httpx.post(app.url + path, files={"files": ("a.txt", b"text")}, **PLAIN)
     assert (response.status_code, response.text) == (403, "This page takes no files.")
 
 
@@ -120,7 +121,7 @@ def test_no_file_of_the_server_can_be_fetched(app, path):
     # By hand: clients tidy such paths up before they send them.
     host = {"Host": f"127.0.0.1:{app.port}"}
     url = httpx.URL(app.url).copy_with(raw_path=f"/{path}".encode())
-    response = httpx.get(url, headers=host)
+    response = httpx.get(url, headers=host, **PLAIN)
     assert response.status_code in (400, 403, 404), response.text[:200]
     assert not re.search(r"gradio>=|root:|import spaces|KVSCOPE_", response.text)
 
@@ -181,7 +182,7 @@ def test_over_plain_http_what_is_left_out_at_the_end_has_its_default(app):
 
 def call_by_name(app: RunningApp, endpoint: str, **values: Any) -> httpx.Response:
     """Gradio's other plain call: values by name; the events where it was accepted, the refusal where not."""
-    response = httpx.post(f"{app.url}gradio_api/call/v2/{endpoint}", json=values)
+    response = httpx.post(f"{app.url}gradio_api/call/v2/{endpoint}", json=values, **PLAIN)
     if response.status_code == 200:
         return app.get(f"gradio_api/call/{endpoint}/{response.json()['event_id']}")
     return response
@@ -285,7 +286,7 @@ def ending(tiny_folder) -> Iterator[RunningApp]:
 
 
 def test_answers_fit_the_schema_or_the_pattern(ending):
-    client = Client(ending.url, verbose=False)
+    client = Client(ending.url, verbose=False, ssl_verify=False)
     for seed in range(5):
         asked = {"max_new_tokens": 240, "temperature": 1.0, "seed": seed}
         *_, last = client.submit("a city", grammar={"type": "json", "value": CITY}, **asked, api_name="/details")

@@ -31,7 +31,7 @@ class Visitor:
     def __init__(self, app: RunningApp, name: str | None = None, **payload: Any):
         self.token = token(name, **payload) if name else None
         headers = {"X-IP-Token": self.token} if self.token else {}
-        self.client = Client(app.url, headers=headers, verbose=False)
+        self.client = Client(app.url, headers=headers, verbose=False, ssl_verify=False)
 
     def ask(self, tokens: int, seed: int = 1, prompt: str = PROMPT) -> Job:
         """Ask for a sampled continuation, without waiting."""
