@@ -2,8 +2,10 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
+from running_app import RunningApp, running_app
 from tiny import save_tiny_model
 
 from engine import Engine, EngineConfig, embedded
@@ -37,6 +39,13 @@ def embedded_folder():
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def ending(tiny_folder) -> Iterator[RunningApp]:
+    """The app over a model that can end its answer; one address may have two requests there at once."""
+    with running_app(tiny_folder, KVSCOPE_MAX_CONTEXT=4096, KVSCOPE_MAX_PER_ADDRESS=2) as app:
+        yield app
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields
 from itertools import pairwise
@@ -152,12 +153,13 @@ def test_every_parameter_is_listed_by_name_with_its_default_and_type(client, end
 
 
 def test_generate_streams_growing_text_and_ends_with_all_of_it(client):
-    job = client.submit("Once", max_new_tokens=400, temperature=1.0, seed=11, api_name="/generate")
+    asked = {"max_new_tokens": 150, "temperature": 1.0, "api_name": "/generate"}
+    job = client.submit("Once", seed=11, **asked)
     texts = list(job)
     assert_grows(texts)
-    again = client.predict("Once", max_new_tokens=400, temperature=1.0, seed=11, api_name="/generate")
+    again = client.predict("Once", seed=11, **asked)
     assert again == texts[-1] == job.result()
-    other = client.predict("Once", max_new_tokens=400, temperature=1.0, seed=12, api_name="/generate")
+    other = client.predict("Once", seed=12, **asked)
     assert other != again
 
 
@@ -276,13 +278,6 @@ CITY = {
 }
 
 MONTH = "[0-9]{4}-[01][0-9]"
-
-
-@pytest.fixture(scope="module")
-def ending(tiny_folder) -> Iterator[RunningApp]:
-    """A model that can end its answer, as one that shall fit a grammar has to."""
-    with running_app(tiny_folder) as app:
-        yield app
 
 
 def test_answers_fit_the_schema_or_the_pattern(ending):
@@ -550,14 +545,13 @@ def test_a_hundred_streams_at_once(app):
     assert_a_crowd_is_served(app)
 
 
-def test_one_address_cannot_take_every_place(talkative):
-    with running_app(talkative, KVSCOPE_MAX_PER_ADDRESS=2, KVSCOPE_MAX_CONTEXT=CONTEXT) as app:
-        with closing(long_stream(app)) as first, closing(long_stream(app)) as second:
-            assert next(first) is not None and next(second) is not None
-            with pytest.raises(ApiError, match="address already has 2 requests here"):
-                generate(app, "third", max_new_tokens=3)
-        app.wait_idle()
-        assert generate(app, "third", max_new_tokens=3)
+def test_one_address_cannot_take_every_place(ending):
+    with closing(long_stream(ending)) as first, closing(long_stream(ending)) as second:
+        assert next(first) is not None and next(second) is not None
+        with pytest.raises(ApiError, match="address already has 2 requests here"):
+            generate(ending, "third", max_new_tokens=3)
+    ending.wait_idle()
+    assert generate(ending, "third", max_new_tokens=3)
 
 
 # ---- a short line, and those who leave
@@ -574,7 +568,7 @@ def narrow(tmp_path_factory) -> Iterator[RunningApp]:
 
 
 def long_stream(app: RunningApp, new_tokens: int = 3500) -> Iterator[str]:
-    return stream(app, "generate", *generate_data("on and on", max_new_tokens=new_tokens, seed=1))
+    return stream(app, "generate", *generate_data("on and on", max_new_tokens=new_tokens, seed=1, ignore_eos=True))
 
 
 def test_who_leaves_is_cancelled_and_a_full_line_says_when_to_come_back(narrow):
@@ -627,10 +621,20 @@ AS_SCRIPT = (sys.executable, "app.py")
 BY_RUNPY = (sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='__main__')")
 
 
-@pytest.mark.parametrize("command", [AS_SCRIPT, BY_RUNPY], ids=["script", "runpy"])
+def side_by_side(what: Callable[..., None], *cases: Sequence[Any]) -> None:
+    """Call `what` with each case at the same time: a start keeps one core busy, and hardly more."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for done in [pool.submit(what, *case) for case in cases]:
+            done.result()
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_it_starts_says_when_it_is_ready_and_ends_without_a_rest(talkative, command, signal_number):
-    with running_app(talkative, command=command, ready=False) as app:
+def test_it_starts_says_when_it_is_ready_and_ends_without_a_rest(talkative, signal_number):
+    side_by_side(start_and_end, (talkative, AS_SCRIPT, signal_number), (talkative, BY_RUNPY, signal_number))
+
+
+def start_and_end(model: Path, command: Sequence[str], signal_number: signal.Signals) -> None:
+    with running_app(model, command=command, ready=False) as app:
         # The worker is held while it loads, so that there is time to ask.
         worker = eventually(lambda: worker_of(app), timeout=60, every=0.01)
         worker.suspend()
@@ -657,20 +661,16 @@ def worker_of(app: RunningApp) -> psutil.Process | None:
         return None
 
 
-@pytest.mark.parametrize(
-    "settings, named",
-    [
-        ({"KVSCOPE_MAX_BATCH_SIZE": "many"}, "KVSCOPE_MAX_BATCH_SIZE: .*'many'"),
-        ({"KVSCOPE_MAX_PER_ADDRESS": "0"}, "KVSCOPE_MAX_PER_ADDRESS: .*greater than or equal to 1"),
-    ],
-)
-def test_a_bad_setting_ends_it_with_one_line_that_names_it(talkative, settings, named):
-    with running_app(talkative, ready=False, **settings) as app:
-        assert app.process.wait(60) == 2
+def test_a_bad_setting_or_a_missing_model_ends_it_with_one_line_that_names_it(talkative, tmp_path):
+    side_by_side(
+        cannot_start,
+        (talkative, {"KVSCOPE_MAX_BATCH_SIZE": "many"}, 2, "KVSCOPE_MAX_BATCH_SIZE: .*'many'"),
+        (talkative, {"KVSCOPE_MAX_PER_ADDRESS": "0"}, 2, "KVSCOPE_MAX_PER_ADDRESS: .*greater than or equal to 1"),
+        (tmp_path / "nowhere", {}, 1, ".*nowhere"),
+    )
+
+
+def cannot_start(model: Path, settings: dict[str, str], status: int, named: str) -> None:
+    with running_app(model, ready=False, **settings) as app:
+        assert app.process.wait(60) == status
         assert re.fullmatch(named + r".*\n", app.log), app.log
-
-
-def test_a_missing_model_ends_it_with_one_line(tmp_path):
-    with running_app(tmp_path / "nowhere", ready=False) as app:
-        assert app.process.wait(60) == 1
-        assert re.fullmatch(r".*nowhere.*\n", app.log), app.log

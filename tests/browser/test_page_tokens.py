@@ -3,12 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 
 import pytest
 from pages import ANSWER, NOTE, ask, prompt_field, set_new_tokens, wait_for_growth, wait_until_answered
 from playwright.sync_api import Locator, Page, expect
-from running_app import RunningApp, running_app
 from test_page_chat import HOSTILE
 
 TOKEN = "#conversation .token"
@@ -222,13 +220,6 @@ def test_tokens_that_cannot_be_fetched_leave_the_text(open_page, app):
 
 
 # ---- answers that have to fit
-
-
-@pytest.fixture(scope="module")
-def ending(tiny_folder) -> Iterator[RunningApp]:
-    """A model that can end its answer, as one that shall fit a schema has to."""
-    with running_app(tiny_folder) as app:
-        yield app
 
 
 def schema_field(page: Page) -> Locator:
