@@ -10,7 +10,9 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from running_app import RunningApp, running_app, save_talkative_model
 
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+# Not the pages that the address bar loads for every visitor. (It replaces Playwright's list, which nothing here needs.)
+WITHOUT = "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup"
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", WITHOUT]
 PATIENCE_MS = 30_000
 
 expect.set_options(timeout=PATIENCE_MS)

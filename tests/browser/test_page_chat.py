@@ -147,7 +147,7 @@ HOSTILE = (
 
 
 def test_a_hostile_prompt_is_only_text(page: Page):
-    ask(page, HOSTILE)
+    ask(page, HOSTILE, new_tokens=20)
     wait_until_answered(page)
     expect(page.locator("#conversation article.user .text")).to_have_text(HOSTILE)
     assert page.locator("#conversation").locator("img, script, iframe, svg, a").count() == 0
@@ -176,13 +176,14 @@ def test_two_browsers_share_one_batch(open_page, app):
     app.wait_idle()
     pages = [open_page(app), open_page(app)]
     for page in pages:
-        set_new_tokens(page, 300)
+        set_new_tokens(page, 1024)
     for page in pages:
         ask(page, "Tell me a long story.")
     stats = eventually(lambda: (s := app.stats())["queue"]["running"] == 2 and s)
     assert stats["queue"]["peak_batch_size"] >= 2
     assert len({slot["client"] for slot in stats["cache"]["slots"] if slot["state"] == "running"}) == 2
     for page in pages:
+        page.locator("#stop").click()
         assert "shared its batch with 1 other" in wait_until_answered(page)
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from pages import ask, prompt_field, wait_until_answered, watch_frames
+from pages import ask, prompt_field, set_new_tokens, wait_until_answered, watch_frames
 from playwright.sync_api import Page, expect
 
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -69,7 +69,7 @@ def test_fingers_can_hit_everything_at_400(open_page, app):
         heights
     )
     assert {name: height for name, height in heights.items() if height < 44} == {}
-    ask(page, "hello")
+    ask(page, "hello", new_tokens=20)
     wait_until_answered(page)
     heights.clear()
     touch("#conversation footer button, #chips button")
@@ -108,6 +108,7 @@ def test_one_panel_alone(open_page, app, view, shown):
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
 def test_nothing_moves_by_itself_where_motion_is_unwanted(open_page, app, motion):
     page: Page = open_page(app, reduced_motion=motion)
+    set_new_tokens(page, 100)
     watch_frames(page, "document.getAnimations().some(({ playState }) => playState === 'running')")
     page.locator("#race").get_by_text("48", exact=True).click()
     page.locator("#race-start").click()
