@@ -463,10 +463,10 @@ def test_bad_input_gets_a_sentence_and_queues_nothing(app, subtests):
             with pytest.raises(ApiError, match=sentence) as refusal:
                 list(stream(app, endpoint, *data))
             assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
-            # What comes after it is served.
-            assert generate(app, "good", max_new_tokens=1)
+    # What comes after them is served.
+    assert generate(app, "good", max_new_tokens=1)
     after = app.stats()
-    assert after["totals"]["requests"] - before["totals"]["requests"] == len(ALL_REFUSED)
+    assert after["totals"]["requests"] - before["totals"]["requests"] == 1
     assert after["races"] == {"waiting": 0, "running": False, "paused": False}
     # A refusal is not a crash: nothing about it is logged.
     assert app.log[logged:] == ""
@@ -602,8 +602,8 @@ def test_a_race_whose_reader_leaves_is_cancelled(narrow):
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on_token_for_token(narrow):
     restarts = narrow.stats()["totals"]["restarts"]
-    undisturbed = list(long_stream(narrow, 600))[-1]
-    disturbed = long_stream(narrow, 600)
+    undisturbed = list(long_stream(narrow, 300))[-1]
+    disturbed = long_stream(narrow, 300)
     seen = [next(text for text in disturbed if text)]
     narrow.worker().send_signal(signal.SIGKILL)
     seen += disturbed
@@ -612,7 +612,7 @@ def test_a_killed_worker_is_replaced_and_the_stream_goes_on_token_for_token(narr
     assert seen[-1] == undisturbed
     stats = narrow.stats()
     assert stats["totals"]["restarts"] == restarts + 1 and stats["worker"] == "ready"
-    assert stats["requests"][-1]["finish_reason"] == "length" and stats["requests"][-1]["tokens"] == 600
+    assert stats["requests"][-1]["finish_reason"] == "length" and stats["requests"][-1]["tokens"] == 300
 
 
 # ---- starting and ending
