@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -72,10 +73,11 @@ class ZeroGPU:
             target=lambda: context.run(self._hold, lease, worker, connection), name="kvscope-lease", daemon=True
         )
 
-        def end(timeout: float | None) -> None:
+        def end(timeout: float) -> None:
             holder.join(timeout)
             if holder.is_alive() and worker.pid:
-                os.kill(worker.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
 
         worker = Worker(connection, end)
         holder.start()

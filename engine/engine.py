@@ -36,6 +36,7 @@ KNOWN_CLIENTS = 10_000
 MAX_RACES = 8
 RACE_GUESS_S = 10.0
 PATIENCE_S = 5.0  # for a worker that is told to end
+RELEASE_S = 10.0  # for one that has ended, and whoever has to hear of it
 
 
 class Engine:
@@ -276,7 +277,7 @@ class Engine:
                         parked = True
                     case Parked():
                         parked = True
-        worker.stop()  # not under the lock: it waits
+        worker.stop(RELEASE_S)  # not under the lock: it waits
         with self._lock:
             if self._state != "stopped":
                 self._worker_ended(parked)

@@ -26,7 +26,7 @@ class Worker:
     `end(timeout)` has to end the worker, and to return when it has ended or after so many seconds.
     """
 
-    def __init__(self, connection: "Future[Connection]", end: Callable[[float | None], object], pid: int | None = None):
+    def __init__(self, connection: "Future[Connection]", end: Callable[[float], object], pid: int | None = None):
         self.pid = pid
         self._connection = connection
         self._end = end
@@ -49,8 +49,8 @@ class Worker:
             except (EOFError, OSError):
                 return
 
-    def stop(self, timeout: float | None = None) -> None:
-        """End the worker and wait until it has ended, at most `timeout` seconds."""
+    def stop(self, timeout: float) -> None:
+        """End the worker and wait until it has ended, at most about `timeout` seconds."""
         self.send(Shutdown())
         self._end(timeout)
 
@@ -99,9 +99,9 @@ def start_process(config: EngineConfig) -> Worker:
     )
     theirs.close()
 
-    def end(timeout: float | None) -> None:
+    def end(_timeout: float) -> None:
         process.kill()
-        process.wait(timeout)
+        process.wait()
 
     worker = Worker(connected(Connection(ours.detach())), end, process.pid)
     worker.send(config)

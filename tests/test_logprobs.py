@@ -112,7 +112,7 @@ def test_a_killed_worker_changes_no_number_of_a_result(tiny_engine):
     expected = engine.submit("Once upon a time", params).result(WAIT_S)
     generation = engine.submit("Once upon a time", params)
     eventually(lambda: len(generation.events) > 20)
-    engine._workers.current.stop()
+    engine._workers.current.stop(60)
     result = generation.result(WAIT_S)
     assert generation.resumed and result.token_ids == expected.token_ids
     assert result.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)

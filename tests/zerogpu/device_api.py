@@ -39,6 +39,7 @@ class DeviceApi:
     asked: list[tuple[str | None, int]] = field(default_factory=list)  # each schedule: token, seconds
     refusals: dict[str | None, tuple[int, int]] = field(default_factory=dict)  # status, seconds left
     reuse: bool = True
+    release_status: int = 200
     queue_for: threading.Event | None = None  # grants come through a queue, until this is set
     gate: threading.Event = field(default_factory=threading.Event)  # nothing is answered before this is set
     starts: int = 0
@@ -51,6 +52,7 @@ class DeviceApi:
         with self._lock:
             self.asked.clear()
             self.refusals.clear()
+            self.release_status = 200
             self.reuse, self.queue_for, self.most_at_once, self.pings = True, None, 0, 0
             self.gate.set()
             self.grants = [grant for grant in self.grants if grant.pid and _alive(grant.pid)][-1:]
@@ -128,7 +130,7 @@ def device_api() -> Iterator[DeviceApi]:
                     self._answer(200)
                 case "/release":
                     api.release(query["allowToken"], query["fail"] == "true")
-                    self._answer(200)
+                    self._answer(api.release_status)
                 case _:
                     self._answer(404)
 

@@ -32,6 +32,17 @@ def test_a_worker_that_hangs_is_killed_at_its_duration_and_replaced(hasty, alone
         assert hanging.killed
 
 
+def test_a_release_that_is_not_heard_holds_up_nobody_for_long(hasty, alone):
+    app, api = hasty
+    with at_rest(api):
+        api.release_status = 500
+        assert last(Visitor(app, "ann").ask(30)) == alone(30)
+        released(api)
+        api.release_status = 200
+        assert last(Visitor(app, "bob").ask(30), 30) == alone(30)
+        assert len({grant.pid for grant in api.grants}) == 2
+
+
 def test_a_signal_ends_a_running_lease_and_releases_it(slow_model):
     with device_api() as api, on_zerogpu(slow_model, api) as app:
         job = Visitor(app, "ann").ask(LONG)
