@@ -45,10 +45,10 @@ def test_a_mixed_batch_gives_the_naive_loops_tokens(runner, tokenizer, embedded_
     config = EngineConfig(max_batch_size=3, prefill_chunk=32)
     core = EngineCore(runner, config, eos_token_ids(embedded_folder))
     sequences = [
-        Sequence(index, tokenizer(prompt)["input_ids"], SamplingParams(max_new_tokens=20 + 3 * index), seed=0)
+        Sequence(index, tokenizer(prompt)["input_ids"], SamplingParams(max_new_tokens=12 + 2 * index), seed=0)
         for index, prompt in enumerate(PROMPTS)
     ]
-    outputs = run_until_done(core, sequences, join_every=5)
+    outputs = run_until_done(core, sequences, join_every=3)
     ties = sum(assert_greedy(runner, s.prompt_ids, outputs[s.request_id]) for s in sequences)
     with capsys.disabled():
         print(f"\n{sum(map(len, outputs.values()))} tokens as the naive loop's, {ties} of them within a tie of {TIE}")
