@@ -1,5 +1,8 @@
 """Time that runs out, workers that hang, and the end of everything."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import psutil
 from device_api import device_api
 from running_app import eventually
@@ -43,8 +46,14 @@ def test_a_release_that_is_not_heard_holds_up_nobody_for_long(hasty, alone):
         assert len({grant.pid for grant in api.grants}) == 2
 
 
-def test_a_signal_ends_a_running_lease_and_releases_it(slow_model):
-    with device_api() as api, on_zerogpu(slow_model, api) as app:
+def test_a_lease_ends_with_the_app_by_a_signal_and_however_that_goes(slow_model):
+    with ThreadPoolExecutor() as pool:  # a start keeps one core busy, and hardly more
+        for done in [pool.submit(ends, slow_model) for ends in (ends_by_a_signal, ends_with_its_parent)]:
+            done.result()
+
+
+def ends_by_a_signal(model: Path) -> None:
+    with device_api() as api, on_zerogpu(model, api) as app:
         job = Visitor(app, "ann").ask(LONG)
         eventually(lambda: speaks(job))
         assert app.end() == 0
@@ -52,8 +61,8 @@ def test_a_signal_ends_a_running_lease_and_releases_it(slow_model):
         assert "Traceback" not in app.log
 
 
-def test_a_worker_ends_with_its_parent_however_that_goes(slow_model):
-    with device_api() as api, on_zerogpu(slow_model, api) as app:
+def ends_with_its_parent(model: Path) -> None:
+    with device_api() as api, on_zerogpu(model, api) as app:
         job = Visitor(app, "ann").ask(LONG)
         eventually(lambda: speaks(job))
         worker = psutil.Process(open_lease(api).pid)
