@@ -23,7 +23,8 @@ import torch
 from gradio.context import LocalContext
 from spaces.zero.config import get_config
 
-from demo.quota import Quotas, identity, seconds_left
+from demo.quota import Quotas, identity
+from demo.spaces_api import DIED, Asker, adapt, asker, less, quota_exceeded, sentence
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import LoadingError, NoLease
@@ -53,6 +54,7 @@ class ZeroGPU:
         self._files = resolve(config)
         self._model = load_model(self._files, config)
         self.ready = ready_without_computing(self._files, self._model, config)
+        adapt()
         self._lease = spaces.GPU(self._serve, duration=_asked_for)
         # Of a forked process only, which keeps what it has made while it is used again.
         self._core: EngineCore | None = None
@@ -86,29 +88,41 @@ class ZeroGPU:
     # ---- in the front's process
 
     def _hold(self, lease: Lease, worker: Worker, connection: "Future[Connection]") -> None:
-        """From asking to release. Whatever goes wrong before there is a worker is a refusal; after that, its death."""
+        """From asking to release. What went wrong before there was a worker is told in its connection's place."""
+        payer, failure = Asker(lease), None
+        asker.set(payer)
         try:
             try:
                 self._hold_for(lease.seconds, lease, worker, connection)
             except gr.Error as refusal:
-                left = int((seconds_left(_sentence(refusal)) or 0) / self.quotas.factor)
-                if connection.done() or not self.terms.min_s <= left < lease.seconds:
+                if not (seconds := self._affordable(refusal, lease)):
                     raise
-                self.quotas.note_little_left(lease.payer.key)
-                self._hold_for(left, lease, worker, connection)
+                self._hold_for(seconds, lease, worker, connection)
         except Exception as error:
-            if not connection.done():
-                connection.set_exception(NoLease(self._explained(error)))
-        if not connection.done():
-            connection.set_exception(NoLease("The GPU's process ended before it began. Please try again."))
+            failure = error
+        if connection.done():
+            return
+        if payer.left:
+            connection.cancel()
+        elif failure is None or getattr(failure, "title", "") == DIED:
+            connection.set_exception(EOFError("the worker died on its way"))
+        else:
+            connection.set_exception(NoLease(self._explained(failure)))
+
+    def _affordable(self, refusal: gr.Error, lease: Lease) -> int | None:
+        """For how many seconds to ask instead; None if fewer would not help."""
+        if quota_exceeded(refusal):
+            self.quotas.note_little_left(lease.payer.key)
+        seconds = less(refusal, lease.least_s, self.quotas.factor)
+        return seconds if lease.least_s <= seconds < lease.seconds else None
 
     def _hold_for(self, seconds: int, lease: Lease, worker: Worker, connection: "Future[Connection]") -> None:
         probes = not self.quotas.little_left(lease.payer.key)
         with Listener(family="AF_UNIX") as door:
-            for until, pid in self._lease(door.address, seconds, probes):
+            for began, pid in self._lease(door.address, seconds, probes):
                 if not connection.done():
                     worker.pid = pid
-                    lease.opened(seconds, until)
+                    lease.opened(seconds, began)
                     connection.set_result(door.accept())
                 if lease.should_end(time.monotonic()):
                     worker.send(Shutdown())
@@ -118,7 +132,7 @@ class ZeroGPU:
             traceback.print_exception(error, file=sys.stderr)
             return f"The GPU could not be asked for ({type(error).__name__}). Please try again in a minute."
         request: Any = LocalContext.request.get(None)
-        said = _sentence(error)
+        said = sentence(error)
         whose = identity(getattr(request, "headers", {}))
         return f"{said.rstrip('. ')}. {whose}" if whose else said
 
@@ -130,7 +144,7 @@ class ZeroGPU:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _serve(self, address: str, seconds: int, probes: bool) -> Iterator[tuple[float, int]]:
-        """The lease: yields when it will end by itself, and its process, until its work is done. Raises nothing."""
+        """The lease: yields when it began, and its process, until its work is done. Raises nothing."""
         began = time.monotonic()
         if self._forked is not None:  # its time runs since then, but this only now
             began, self._forked = self._forked, None
@@ -140,7 +154,7 @@ class ZeroGPU:
         work = threading.Thread(target=self._work, args=(Client(address), until, probes), name="kvscope-worker")
         work.start()
         while work.is_alive():
-            yield until, os.getpid()
+            yield began, os.getpid()
             work.join(BEAT_S)
 
     def _work(self, connection: Connection, until: float, probes: bool) -> None:
@@ -178,8 +192,3 @@ class ZeroGPU:
 
 def _asked_for(address: str, seconds: int, probes: bool) -> int:
     return seconds
-
-
-def _sentence(error: gr.Error) -> str:
-    """The message of `spaces`, with its links as text, under its title."""
-    return f"{error.title}: {error.message!s}"

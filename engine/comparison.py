@@ -76,6 +76,7 @@ class Comparison:
         self.new_tokens = lanes[0].target
         self.client, self.payer = client, payer
         self.state = "waiting"
+        self.resumed = False  # in another worker, because the first one was lost before it began
         self.error: str | None = None
         self._lanes = {lane.name: lane for lane in lanes}
         self._conditions = {
@@ -93,6 +94,11 @@ class Comparison:
     @property
     def done(self) -> bool:
         return self.state in ("finished", "cancelled", "error")
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a step of it, which no other worker can go on from."""
+        return any(lane.token_ids for lane in self._lanes.values())
 
     @property
     def lanes(self) -> list[dict[str, Any]]:
@@ -134,6 +140,12 @@ class Comparison:
     def _finish(self, reason: str, error: str | None = None) -> None:
         self.error = error
         self.state = reason
+        self._signal.notify()
+
+    def _interrupted(self, *, failed: bool) -> None:
+        """Back in line, to begin in another worker."""
+        self.resumed = self.resumed or failed
+        self.state = "waiting"
         self._signal.notify()
 
 

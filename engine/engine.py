@@ -263,6 +263,8 @@ class Engine:
         parked = False
         for message in worker.messages():
             with self._lock:
+                if self._state == "stopped":
+                    continue
                 match message:
                     case Loading():
                         self._loading = asdict(message)
@@ -270,6 +272,7 @@ class Engine:
                         self._stop(text)
                     case Ready():
                         self._became_ready(message)
+                        self._workers.started()
                     case StepReport():
                         self._take_in(message)
                     case LeaseRefused(text):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Protocol
@@ -15,14 +15,15 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.errors import NoLease
 from engine.lease import Lease, LeaseTerms
-from engine.wire import LeaseRefused, Ready, Shutdown
+from engine.wire import LeaseRefused, Parked, Ready, Shutdown
 
 
 class Worker:
     """A running worker as the front sees it: messages in, messages out, and an end.
 
     Sending never blocks the caller: a worker that computes reads late, and the web server must not wait. The
-    connection may be long in coming, or never come (`NoLease`); what is sent meanwhile waits for it.
+    connection may be long in coming; what is sent meanwhile waits for it. Or it never comes: it is refused
+    (`NoLease`), the worker dies on its way (`EOFError`), or nobody needs it any more (cancelled).
     `end(timeout)` has to end the worker, and to return when it has ended or after so many seconds.
     """
 
@@ -43,6 +44,11 @@ class Worker:
         except NoLease as refusal:
             yield LeaseRefused(str(refusal))
             return
+        except CancelledError:
+            yield Parked()
+            return
+        except EOFError:
+            return
         while True:
             try:
                 yield connection.recv()
@@ -60,7 +66,7 @@ class Worker:
             message = self._outbox.get()
             try:
                 self._connection.result().send(message)
-            except (NoLease, OSError):
+            except (NoLease, CancelledError, EOFError, OSError):
                 return
 
 

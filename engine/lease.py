@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-START_S = 5.0  # a fresh worker's way to its first step, of which the payer pays every second
+START_S = 3.0  # what a fresh worker is taken to need before its first step, until one was seen
 MARGIN_S = 2.0  # between a lease's own end and the moment at which its host would kill it
 RACE_S = 10.0  # what a race is taken to need before anything is known of it
 STEP_S = 0.1  # and a step
-HEADROOM = 1.5  # steps grow longer with the texts and the company
+HEADROOM = 1.5  # starts vary, and steps grow longer with the texts and the company
 
 
 class LeaseTerms(BaseSettings):
@@ -51,7 +51,7 @@ class Payer:
 
 @dataclass(frozen=True)
 class Demand:
-    """Who is here: unfinished requests of the payer and of others, and whether any of them is in the batch."""
+    """Who is here: unfinished requests of the payer and of others, and whether any of them is being computed."""
 
     own: int
     others: int
@@ -62,9 +62,11 @@ class Demand:
 class Lease:
     """One lease from asking to its end. Its host calls `opened`, then `should_end` several times a second."""
 
-    def __init__(self, payer: Payer, seconds: int, terms: LeaseTerms, demand: Callable[[], Demand]):
+    def __init__(self, payer: Payer, seconds: int, least_s: int, terms: LeaseTerms, demand: Callable[[], Demand]):
         self.payer, self.seconds, self.terms = payer, seconds, terms
-        self.until: float | None = None  # when it will end by itself; None: not granted yet
+        self.least_s = least_s  # fewer than this are not worth paying for
+        self.began: float | None = None  # when it was granted; None: not yet
+        self.until: float | None = None  # when it will end by itself
         self.payer_left = False
         self.fruitful = False  # whether anybody got anything out of it
         self.served_s = 0.0  # for the payer, the others sharing its steps
@@ -74,14 +76,13 @@ class Lease:
         self._looked: float | None = None
         self._idle_since: float | None = None
 
-    def opened(self, seconds: int, until: float) -> None:
+    def opened(self, seconds: int, began: float) -> None:
         """Granted, for `seconds`, which are fewer than asked for where that is all that was left."""
-        self.seconds, self.until = seconds, until
+        self.seconds, self.began, self.until = seconds, began, began + seconds - MARGIN_S
 
-    @property
-    def in_vain(self) -> bool:
-        """Whether it was granted, and nobody got anything out of it."""
-        return self.until is not None and not self.fruitful
+    def spent_s(self, now: float) -> float:
+        """How long it has been used; of one that ended before it was opened, at most this long."""
+        return min(now - (self.began or self._asked), self.seconds)
 
     @property
     def allowance_s(self) -> float:
@@ -92,17 +93,19 @@ class Lease:
         """Whether to end: nobody is here any more, or only others, whose turn it is to pay."""
         demand = self._demand()
         elapsed, self._looked = now - (self._looked or now), now
-        if demand.others_served and not demand.own_served:
-            self.others_s += elapsed
-        elif demand.own:
-            self.served_s += elapsed
         if not demand.own and not demand.others:
             self._idle_since = self._idle_since or now
             return self.payer_left or now - self._idle_since >= self.terms.linger_s
         self._idle_since = None
+        # With the payer's own done, also while others wait for a lease of their own, as races do.
+        for_others = not demand.own or (demand.others_served and not demand.own_served)
+        if for_others:
+            self.others_s += elapsed
+        else:
+            self.served_s += elapsed
         if not demand.own and self.payer_left:
             return True
-        return not demand.own_served and demand.others_served and self.others_s >= self.allowance_s
+        return for_others and self.others_s >= self.allowance_s
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """What the page shows of it; the payer's number is the engine's to add."""
@@ -116,13 +119,15 @@ class Lease:
         }
 
 
-def seconds_needed(owed: int, to_read: int, races: int, step_ms: Iterable[float], terms: LeaseTerms) -> int:
-    """GPU seconds to ask for: `owed` decode steps, `to_read` prefill steps, and races.
+def seconds_needed(
+    owed: int, to_read: int, races: int, step_ms: Iterable[float], terms: LeaseTerms, start_s: float = START_S
+) -> int:
+    """GPU seconds to ask for: a start, `owed` decode steps, `to_read` prefill steps, and races.
 
     Estimated from recent steps' milliseconds: less is granted sooner, and what does not fit goes on in the next lease.
     """
     measured = list(step_ms)
     step_s = median(measured) / 1000 if measured else STEP_S
-    work_s = HEADROOM * step_s * (owed + to_read) + RACE_S * races
-    needed = START_S + (1 + terms.share) * work_s + terms.linger_s + MARGIN_S
+    work_s = HEADROOM * (start_s + (1 + terms.share) * step_s * (owed + to_read)) + (1 + terms.share) * RACE_S * races
+    needed = work_s + terms.linger_s + MARGIN_S
     return math.ceil(min(max(needed, terms.min_s), terms.max_s))

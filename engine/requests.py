@@ -100,8 +100,11 @@ class Requests:
         has none once it has begun.
         """
         for comparison in list(self.comparisons.values()):
-            if comparison.state != "waiting" or _is(comparison.payer, in_vain_for):
+            failed = _is(comparison.payer, in_vain_for)
+            if comparison.begun or (failed and comparison.resumed):
                 self.end(comparison, "error", RACE_RESTARTED if died else RACE_OUTLASTED)
+                continue
+            comparison._interrupted(failed=failed)
         for generation in list(self.generations.values()):
             started = generation.state != "waiting"
             failed = (died and started) or _is(generation.payer, in_vain_for)

@@ -13,7 +13,7 @@ from typing import Any
 from engine.comparison import Comparison
 from engine.config import EngineConfig
 from engine.hosts import HOSTS, LeaseHost, Worker
-from engine.lease import Demand, Lease, Payer, seconds_needed
+from engine.lease import START_S, Demand, Lease, Payer, seconds_needed
 from engine.requests import Request, Requests
 from engine.telemetry import Telemetry
 from engine.wire import StartRace, Submit
@@ -37,6 +37,7 @@ class Workers:
         self.deaths = 0
         self._host, self._config, self._requests, self._telemetry = host, config, requests, telemetry
         self._lock, self._read = lock, read
+        self._start_s = START_S  # what a fresh worker needs before its first step, as far as is known
 
     @property
     def leased(self) -> bool:
@@ -54,6 +55,8 @@ class Workers:
     def begin(self, request: Request) -> None:
         """Take a request in, and have it computed."""
         self._requests.add(request)
+        if self.lease and self.lease.payer == request.payer:
+            self.lease.payer_left = False
         if self.current:
             self._hand_over(request)
         else:
@@ -74,6 +77,11 @@ class Workers:
         if self.lease and self.lease.payer == payer:
             self.lease.payer_left = not self._requests.of(payer)
 
+    def started(self) -> None:
+        """A fresh worker is ready: what its lease has spent until now, the next one's payer will have to pay, too."""
+        if self.lease:
+            self._start_s = self.lease.spent_s(time.monotonic())
+
     def refused(self, message: str) -> None:
         """Whoever was to pay is told why it failed; the others go on under the next payer."""
         if self.lease:
@@ -84,8 +92,11 @@ class Workers:
         self.current, lease, self.lease = None, self.lease, None
         self.deaths += died
         self._telemetry.worker_lost()
-        self._requests.worker_ended(died=died, in_vain_for=lease.payer if lease and lease.in_vain else None)
+        in_vain = lease is not None and not lease.fruitful and (died or lease.until is not None)
+        self._requests.worker_ended(died=died, in_vain_for=lease.payer if lease and in_vain else None)
         if lease:
+            if in_vain:
+                self._start_s = max(self._start_s, lease.spent_s(time.monotonic()))
             self.handovers += bool(lease.until and list(self._requests))
             self._lease_for_next(lease.payer)
         else:
@@ -105,12 +116,15 @@ class Workers:
         threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
 
     def _hand_over(self, request: Request) -> None:
+        """Have the worker compute it. What is measured for one visitor alone, only that visitor's lease pays for."""
+        own = self.lease is None or request.payer == self.lease.payer
         if isinstance(request, Comparison):
-            self.tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
+            if own:
+                self.tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
             return
         # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
         sequence = request.sequence
-        self.tell(Submit(replace(sequence, output_ids=list(sequence.output_ids))))
+        self.tell(Submit(replace(sequence, output_ids=list(sequence.output_ids), probe=sequence.probe and own)))
 
     def _lease_for_next(self, last_payer: Payer | None = None) -> None:
         """Ask for a lease in the name of one who waits: the first in line, but not twice in a row the same one."""
@@ -119,9 +133,11 @@ class Workers:
             return
         steps_ms = (step["step_ms"] for step in self._telemetry.steps)
         work = self._requests.work(payer, self._config.prefill_chunk)
-        seconds = seconds_needed(*work, steps_ms, self._host.terms)
-        self.lease = Lease(payer, seconds, self._host.terms, lambda: self._demand(payer))
-        self._follow(self._host.start(self.lease))
+        terms, start_s = self._host.terms, self._start_s
+        seconds, least_s = seconds_needed(*work, steps_ms, terms, start_s), seconds_needed(0, 0, 0, (), terms, start_s)
+        lease = Lease(payer, seconds, least_s, terms, lambda: self._demand(payer))
+        self._follow(self._host.start(lease))
+        self.lease = lease
         # The payer's own come first, whoever came before: nobody pays for others while standing in line.
         for request in sorted(waiting, key=lambda request: (request.payer != payer, request.id)):
             self._hand_over(request)
@@ -130,5 +146,5 @@ class Workers:
         with self._lock:
             own, everybody = self._requests.of(payer), list(self._requests)
             others = [request for request in everybody if request.payer != payer]
-            served = [any(request.state != "waiting" for request in part) for part in (own, others)]
+            served = [any(request.state not in ("waiting", "paused") for request in part) for part in (own, others)]
             return Demand(len(own), len(others), *served)

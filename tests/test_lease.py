@@ -1,7 +1,10 @@
 """Leases without a GPU: the arithmetic by a clock in the hand, and handovers between workers in threads."""
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from contextvars import ContextVar
 from multiprocessing.connection import Pipe
 
@@ -33,7 +36,7 @@ class Room:
     def __init__(self, **terms):
         self.own, self.others, self.own_served, self.others_served = 1, 0, True, False
         self.now = 100.0
-        self.lease = Lease(Payer("a", None), 30, LeaseTerms(**terms), self.demand)
+        self.lease = Lease(Payer("a", None), 30, 10, LeaseTerms(**terms), self.demand)
         self.lease.should_end(self.now)
 
     def demand(self) -> Demand:
@@ -135,6 +138,9 @@ class Leases:
         self.core, self.ready = self._make_core()
         self.payers: list[str] = []
         self.refused: dict[str, str] = {}
+        self.asked: list[int] = []
+        self.lost: list[Exception] = []  # what comes in the place of the next workers
+        self.slow_start_s = 0.0
         self.dies_after: Callable[[int], int | None] = lambda lease: None
         self.held = threading.Event()
         self.held.set()
@@ -144,11 +150,13 @@ class Leases:
 
     def start(self, lease: Lease) -> Worker:
         ours, theirs = Pipe()
-        if sentence := self.refused.get(lease.payer.key):
-            refused = connected(ours).__class__()
-            refused.set_exception(NoLease(sentence))
-            return Worker(refused, lambda timeout: None)
+        sentence = self.refused.get(lease.payer.key)
+        if sentence or self.lost:
+            nothing: Future = Future()
+            nothing.set_exception(NoLease(sentence) if sentence else self.lost.pop(0))
+            return Worker(nothing, lambda timeout: None)
         self.payers.append(lease.payer.key)
+        self.asked.append(lease.seconds)
         assert lease.payer.context.get(visitor, "nobody") == lease.payer.key
         thread = threading.Thread(target=self._serve, args=(theirs, lease, len(self.payers)), daemon=True)
         thread.start()
@@ -160,11 +168,12 @@ class Leases:
     def _serve(self, connection, lease: Lease, number: int) -> None:
         """`engine.worker.run`, but counted in steps, so that nothing depends on clocks."""
         self.held.wait()
+        lease.opened(lease.seconds, time.monotonic() - self.slow_start_s)
         if not self.keep:
-            self.core, _ = self._make_core()
-        lease.opened(lease.seconds, 1e12)
-        death, done = self.dies_after(number), 0
-        while not (death is None and (done == self.steps or lease.should_end(done / 10))):
+            self.core, ready = self._make_core()
+            connection.send(ready)
+        death, done, turns = self.dies_after(number), 0, itertools.count()
+        while not (death is None and (done == self.steps or lease.should_end(next(turns) / 10))):
             if done == death:
                 self.core.park()
                 connection.close()
@@ -197,8 +206,8 @@ def leased(talkative):
     """Makes engines on leases over the talkative model."""
     engines = []
 
-    def make(**options) -> tuple[Engine, Leases]:
-        config = EngineConfig(model=str(talkative), device="cpu", threads=1, probe_share=0)
+    def make(most: int = 16, **options) -> tuple[Engine, Leases]:
+        config = EngineConfig(model=str(talkative), device="cpu", threads=1, probe_share=0, max_batch_size=most)
         host = Leases(config, **options)
         engines.append(Engine(config, host))
         return engines[-1], host
@@ -215,10 +224,10 @@ def params(name: str, tokens: int = 40) -> SamplingParams:
     return SamplingParams(max_new_tokens=tokens, temperature=0.9, top_k=40, seed=sum(name.encode()))
 
 
-def ask(engine: Engine, name: str, tokens: int = 40, client: bool = True):
+def ask(engine: Engine, name: str, tokens: int = 40, client: bool = True, probe: bool = False):
     token = visitor.set(name)
     try:
-        return engine.submit(PROMPTS[name], params(name, tokens), client=name if client else None)
+        return engine.submit(PROMPTS[name], params(name, tokens), client=name if client else None, probe=probe)
     finally:
         visitor.reset(token)
 
@@ -337,6 +346,83 @@ def test_a_race_that_outlasts_its_lease_says_so_and_one_in_line_goes_on(leased):
     with pytest.raises(GenerationError, match="lease ended before this race"):
         first.result(60)
     assert second.result(60)["identical"]
+
+
+def race(engine: Engine, name: str, tokens: int):
+    token = visitor.set(name)
+    try:
+        return engine.compare("The lighthouse", tokens, client=name)
+    finally:
+        visitor.reset(token)
+
+
+def test_a_race_runs_in_a_lease_of_its_own_visitor_only(leased, expected):
+    engine, host = leased()
+    host.held.clear()
+    ann, bob = ask(engine, "ann"), race(engine, "bob", 4)
+    host.held.set()
+    assert ann.result(60).token_ids == expected["ann"][:40]
+    assert bob.result(60)["identical"]
+    assert host.payers == ["ann", "bob"]
+
+
+def test_a_race_that_others_left_no_turn_is_not_served_and_waits_for_another_lease(leased, expected):
+    engine, host = leased(most=2)
+    host.held.clear()
+    comparison = race(engine, "cy", 4)
+    generations = {name: ask(engine, name) for name in ("ann", "bob")}
+    host.held.set()
+    for name, generation in generations.items():
+        assert generation.result(60).token_ids == expected[name][:40]
+    assert comparison.result(60)["identical"]
+    assert host.payers[0] == host.payers[-1] == "cy" and len(host.payers) >= 3
+
+
+def test_only_the_payers_own_decoding_is_probed(leased):
+    engine, host = leased()
+    host.core.probe_share = 1.0
+    host.held.clear()
+    ann, bob = ask(engine, "ann", 60, probe=True), ask(engine, "bob", 60, probe=True)
+    host.held.set()
+    assert ann.result(60) and bob.result(60) and host.payers == ["ann"]
+    assert ann.probes and not bob.probes
+
+
+def test_after_a_start_that_took_too_long_more_is_asked_for_until_one_is_quick(leased):
+    engine, host = leased(steps=1, keep=False)
+    host.slow_start_s = 60
+    with pytest.raises(GenerationError, match="Two GPU leases ended before"):
+        ask(engine, "cy").result(60)
+    first, second = host.asked
+    assert second >= 1.5 * first
+    host.steps, host.slow_start_s = None, 0
+    for _ in range(2):
+        ask(engine, "cy").result(60)
+        eventually(lambda: engine.snapshot()["worker"] == "none")
+    assert host.asked[2] > second and host.asked[3] <= first
+
+
+def test_a_worker_that_dies_on_its_way_is_a_death_and_a_lease_nobody_needs_is_none(leased, expected):
+    engine, host = leased()
+    host.lost = [EOFError("died"), CancelledError()]
+    ann, bob = ask(engine, "ann"), ask(engine, "bob")
+    assert ann.result(60).token_ids == expected["ann"][:40] and ann.resumed
+    assert bob.result(60).token_ids == expected["bob"][:40] and not bob.resumed
+    assert engine.snapshot()["totals"]["restarts"] == 1
+
+
+def test_what_comes_after_the_end_changes_nothing(leased):
+    engine, host = leased(keep=False)
+    host.held.clear()
+    generation = ask(engine, "ann")
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    eventually(lambda: engine.snapshot()["worker"] == "stopped")
+    host.held.set()
+    closing.join()
+    with pytest.raises(GenerationError, match="closed"):
+        generation.result(5)
+    assert engine.snapshot()["worker"] == "stopped" and not engine.ready
 
 
 def test_whoever_leaves_while_the_gpu_is_asked_for_costs_nothing_further(leased):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
+TOO_LONG = -429  # answered as 429, too, with a wait that tells it apart
+
 
 @dataclass
 class Grant:
@@ -40,11 +42,15 @@ class DeviceApi:
     refusals: dict[str | None, tuple[int, int]] = field(default_factory=dict)  # status, seconds left
     reuse: bool = True
     release_status: int = 200
+    longest: int = 3600  # seconds that may be asked for
+    doomed: int = 0  # so many of the next workers die as soon as they are there
+    lifetimes: list[float] = field(default_factory=list)  # of the next leases, in seconds, before they are killed
     queue_for: threading.Event | None = None  # grants come through a queue, until this is set
     gate: threading.Event = field(default_factory=threading.Event)  # nothing is answered before this is set
     starts: int = 0
     most_at_once: int = 0
     pings: int = 0
+    queueing: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def reset(self) -> None:
@@ -52,7 +58,8 @@ class DeviceApi:
         with self._lock:
             self.asked.clear()
             self.refusals.clear()
-            self.release_status = 200
+            self.release_status, self.longest, self.doomed = 200, 3600, 0
+            self.lifetimes.clear()
             self.reuse, self.queue_for, self.most_at_once, self.pings = True, None, 0, 0
             self.gate.set()
             self.grants = [grant for grant in self.grants if grant.pid and _alive(grant.pid)][-1:]
@@ -72,6 +79,8 @@ class DeviceApi:
     def schedule(self, token: str | None, seconds: int) -> Grant | tuple[int, int]:
         with self._lock:
             self.asked.append((token, seconds))
+            if seconds > self.longest:
+                return TOO_LONG, 0
             status, left = self.refusals.get(token, (200, 0))
             if status != 200 and not (status == 429 and seconds <= left):
                 return status, left
@@ -79,7 +88,7 @@ class DeviceApi:
             grant.pid = self._idle_worker() if self.reuse else None
             self.grants.append(grant)
             self.most_at_once = max(self.most_at_once, len(self.open))
-        timer = threading.Timer(seconds, self.kill, [grant])
+        timer = threading.Timer(self.lifetimes.pop(0) if self.lifetimes else seconds, self.kill, [grant])
         timer.daemon = True
         timer.start()
         return grant
@@ -92,6 +101,9 @@ class DeviceApi:
 
     def allow(self, allow_token: str, pid: int) -> None:
         self._grant(allow_token).pid = pid
+        if self.doomed:
+            self.doomed -= 1
+            self.kill(self._grant(allow_token))
 
     def release(self, allow_token: str, failed: bool) -> None:
         grant = self._grant(allow_token)
@@ -142,7 +154,8 @@ def device_api() -> Iterator[DeviceApi]:
             granted = api.schedule(token, seconds)
             if isinstance(granted, tuple):
                 status, left = granted
-                self._answer(status, {"left": left, "wait": 3600} if status == 429 else None)
+                quota = {"left": left, "wait": -1 if status == TOO_LONG else 3600}
+                self._answer(abs(status), quota if abs(status) == 429 else None)
             else:
                 self._answer(200, self._grant(granted))
 
@@ -150,6 +163,7 @@ def device_api() -> Iterator[DeviceApi]:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
+            api.queueing += 1
             try:
                 while not free.wait(0.2):
                     api.pings += 1
@@ -163,6 +177,8 @@ def device_api() -> Iterator[DeviceApi]:
                     self.wfile.write(f"event: succeeded\ndata: {data}\n\n".encode())
             except OSError:
                 pass  # whoever queued has left
+            finally:
+                api.queueing -= 1
 
         def _grant(self, grant: Grant) -> dict[str, object]:
             return {

@@ -1,7 +1,9 @@
 """One lease serves everybody who waits; who pays, when it ends, and that nobody loses a token by it."""
 
+import random
 import threading
 
+import pytest
 from running_app import eventually, stream
 from visitors import Visitor, last, lease, leave, open_lease, refusal, released, speaks
 
@@ -83,11 +85,21 @@ def test_a_visitor_who_leaves_while_queueing_is_followed_by_the_next(app, api, a
     staying = bob.ask(SHORT, seed=5)
     eventually(lambda: lease(app)["sharing"] == 2)
     assert lease(app)["state"] == "asked" and app.get("healthz").json() == {"status": "asked"}
+    payer = lease(app)["payer"]
     leave(leaving)
-    eventually(lambda: lease(app)["sharing"] == 1)
+    eventually(lambda: lease(app).get("payer") not in (payer, None) and api.queueing == 1)
     api.queue_for.set()
     assert last(staying) == alone(SHORT, 5)
-    assert [grant.token for grant in api.grants][-1] == bob.token
+    assert [asked for asked, _ in api.asked] == [bob.token]
+
+
+def test_the_last_one_to_leave_leaves_the_queue(app, api):
+    api.queue_for = threading.Event()
+    job = Visitor(app, "ann").ask(SHORT)
+    eventually(lambda: api.queueing)
+    leave(job)
+    eventually(lambda: not api.queueing and lease(app)["state"] == "none")
+    assert not api.asked
 
 
 def test_thirty_at_once_are_served(app, api, alone):
@@ -104,7 +116,39 @@ def test_a_race_runs_inside_a_lease_at_its_pressers_expense(app, api):
     assert [asked for asked, _ in api.asked] == [headers["X-IP-Token"]]
 
 
+def test_a_race_waits_for_a_lease_of_its_own_visitors(app, api, alone):
+    ann, bob = Visitor(app, "ann"), Visitor(app, "bob")
+    long = ann.ask(LONG)
+    eventually(lambda: speaks(long))
+    race = bob.client.submit("The lighthouse stood", 20, api_name="/compare")
+    eventually(lambda: lease(app)["sharing"] == 2)
+    assert last(long) == alone(LONG)
+    assert race.result(60)["identical"]
+    assert [asked for asked, _ in api.asked] == [ann.token, bob.token]
+
+
 # ---- faults
+
+
+def test_a_worker_killed_at_any_moment_costs_nobody_a_token(app, api, alone):
+    moments = random.Random(4)
+    for _ in range(3):
+        api.lifetimes = [moments.uniform(0.0, 1.5)]
+        jobs = [Visitor(app, name).ask(150, seed) for seed, name in enumerate(("ann", "bob"))]
+        assert [last(job, 120) for job in jobs] == [alone(150, seed) for seed in range(2)]
+
+
+@pytest.mark.parametrize("release_status", [200, 500])
+def test_a_worker_that_dies_on_its_way_is_replaced_whatever_becomes_of_its_release(app, api, alone, release_status):
+    api.reuse, api.doomed, api.release_status = False, 1, release_status
+    assert last(Visitor(app, "ann").ask(SHORT)) == alone(SHORT)
+    assert len(api.asked) == 2
+
+
+def test_two_workers_that_die_on_their_way_end_in_a_sentence(app, api):
+    api.reuse, api.doomed = False, 2
+    assert "died twice" in refusal(Visitor(app, "ann").ask(SHORT))
+    assert len(api.asked) == 2
 
 
 def test_a_worker_killed_in_the_middle_is_replaced_and_nobody_loses_a_token(app, api, alone):

@@ -25,6 +25,8 @@ def test_who_has_no_quota_left_is_told_and_the_others_go_on(app, api, alone):
     assert "https://huggingface.co/settings/tokens" in said  # as `spaces` tells a program
     assert [last(job) for job in others] == [alone(SHORT, seed) for seed in range(2)]
     assert [asked for asked, _ in api.asked][:2] == [ann.token, bob.token]
+    race = ann.client.submit("The lighthouse stood", 20, api_name="/compare")
+    assert "Little of your GPU quota is left" in refusal(race)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,15 @@ def test_with_little_left_what_is_left_is_asked_for_and_kept_for_questions(app, 
     leave(long)
     race = ann.client.submit("The lighthouse stood", 20, api_name="/compare")
     assert "Little of your GPU quota is left" in refusal(race)
+
+
+def test_where_only_short_leases_are_given_a_short_one_is_asked_for(app, api, alone):
+    api.longest = 12
+    long = Visitor(app, "ann").ask(2000)
+    eventually(lambda: speaks(long))
+    (first, second) = (seconds for _, seconds in api.asked)
+    assert first > 12 and second == 10
+    leave(long)
 
 
 def test_nobody_known_is_told_how_to_become_somebody(app, api):
