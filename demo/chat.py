@@ -112,9 +112,11 @@ class Chat:
         if system and system.strip():
             turns.insert(0, {"role": "system", "content": readable(system, "system prompt")})
         turns, dropped = self._engine.fit_chat(turns, params.max_new_tokens)
-        notice = f"{dropped} of the oldest messages no longer fit and were left out." if dropped else None
+        notices = [f"{dropped} of the oldest messages no longer fit and were left out."] if dropped else []
         if self._engine.snapshot()["lease"] and not visit.told:
-            notice, visit.told = notice or identity(request.headers) or None, True
+            notices.append(identity(request.headers))
+            visit.told = True
+        notice = " ".join(notices).strip() or None
         with self._streams.place(request):
             generation = self._engine.submit(turns, params, client=request.session_hash, probe=True)
             answer = self._answers.open(generation)

@@ -29,11 +29,19 @@ def waiting_for_gpu(engine: Engine, client: int | None) -> str | None:
     return f"waiting for a GPU · {lease['asked_s']:.0f} s · {whose}"
 
 
+def race_in_line(engine: Engine, client: int | None) -> str | None:
+    """What a race waits for, which runs in leases of its own visitor only."""
+    lease = engine.snapshot()["lease"]
+    if lease and lease["payer"] not in (None, client):
+        return "In line: the race starts in a GPU lease of your own, after this one."
+    return waiting_for_gpu(engine, client)
+
+
 def handover_notice(generation: Generation, engine: Engine) -> str | None:
     """Said while an answer that has begun is between two leases."""
     if not generation.events or generation.state != "waiting" or engine.snapshot()["lease"] is None:
         return None
-    return "The GPU's time was up. Your answer goes on in the next lease, where it was."
+    return "Your answer goes on in the next GPU lease, from where it is."
 
 
 def live_lease(snapshot: dict[str, Any], quotas: Quotas) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ def build_page(
                 race = Race(engine, streams, race_prompts(engine.config.max_race_tokens), quotas)
                 _race_card(race, price(engine, quotas, races=1))
         panel("footer", elem_id="footer")
+        page.unload(visitors.leave)
         add_api(engine, streams, quotas)
     page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
     # Gradio looks for new events a thousand times a second, which costs a tenth of a core when nobody is here
@@ -131,7 +132,7 @@ def _batch_card(visitors: Visitors, cost: str) -> None:
         panel("batch", elem_id="batch")
         with gr.Row(elem_classes="actions"):
             bring = gr.Button(f"Bring {visitors.a_press} visitors", elem_id="visitors", scale=0, min_width=0)
-            said = gr.HTML(cost, elem_id="visitors-said")
+            said = panel("visitors", elem_id="visitors-said", value={"said": cost})
     bring.click(visitors.bring, None, said, **_EVENT)
 
 

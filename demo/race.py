@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from demo import figures
-from demo.lease import waiting_for_gpu
+from demo.lease import race_in_line
 from demo.quota import Quotas
 from demo.refusals import REFUSALS
 from demo.streams import Streams
@@ -59,7 +59,7 @@ class Race:
                     figure, due = lanes_figure(comparison, new_tokens), monotonic() + FIGURE_EVERY_S
                 value = {**progress(comparison, new_tokens), "figure": figure, "client": comparison.client}
                 if comparison.state == "waiting":
-                    value["notice"] = waiting_for_gpu(self._engine, comparison.client) or value["notice"]
+                    value["notice"] = race_in_line(self._engine, comparison.client) or value["notice"]
                 yield value
         final = {**progress(comparison, new_tokens), "figure": lanes_figure(comparison, new_tokens)}
         if comparison.state == "finished":

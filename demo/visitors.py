@@ -3,14 +3,18 @@
 import asyncio
 import itertools
 import random
+from collections.abc import AsyncIterator
+from typing import Any
 
 import gradio as gr
 
+from demo.lease import waiting_for_gpu
 from demo.prompts import VISITORS
 from demo.quota import Quotas
-from engine import Engine, EngineBusy, Generation, SamplingParams
+from demo.refusals import REFUSALS, require
+from engine import Engine, Generation, GenerationError, SamplingParams
 
-ARRIVE_EVERY_S = 0.4
+ARRIVE_EVERY_S, WORD_EVERY_S = 0.4, 1.0
 LEAST_TOKENS, MOST_TOKENS = 60, 160
 
 
@@ -31,27 +35,45 @@ class Visitors:
         self._alive = [(owner, generation) for owner, generation in self._alive if not generation.done]
         return [generation.client for _, generation in self._alive]
 
-    async def bring(self, request: gr.Request) -> str:
-        """Let them arrive one after another; says what became of them."""
-        if not self._engine.ready:
-            return "They will come once the model is ready."
+    async def bring(self, request: gr.Request) -> AsyncIterator[dict[str, Any]]:
+        """Let them arrive one after another; says what becomes of them, and who it is that brought them."""
+        came: list[Generation] = []
         try:
-            self._quotas.require_some(request.session_hash)
-        except ValueError as refusal:
-            return str(refusal)
-        arrived = 0
-        free = self._most - len(self.clients)
-        own = sum(owner == request.session_hash for owner, _ in self._alive)
-        for _ in range(min(self.a_press - own, free)):
-            try:
-                self._alive.append((request.session_hash, self._visit(request)))
-            except EngineBusy as busy:
-                return str(busy)
-            arrived += 1
-            await asyncio.sleep(ARRIVE_EVERY_S)
-        if not arrived:
-            return f"{len(self.clients)} brought visitors are here already; let some leave first."
-        return f"{arrived} came. They ask real questions of the same model and share its steps."
+            places = self._places(request.session_hash)
+            client = self._engine.client_number(request.session_hash)
+            while len(came) < places:
+                came.append(self._visit(request))
+                self._alive.append((request.session_hash, came[-1]))
+                yield {
+                    "said": waiting_for_gpu(self._engine, client) or f"{len(came)} of {places} came.",
+                    "client": client,
+                }
+                await asyncio.sleep(ARRIVE_EVERY_S)
+                _raise_first(came)
+            while came[0].state == "waiting" and (gpu := waiting_for_gpu(self._engine, client)):
+                yield {"said": gpu}
+                await came[0].changed(timeout=WORD_EVERY_S)
+            _raise_first(came)
+        except REFUSALS as refusal:
+            yield {"said": str(refusal)}
+            return
+        yield {"said": f"{len(came)} came. They ask real questions of the same model and share its steps."}
+
+    def leave(self, request: gr.Request) -> None:
+        """The page is closed: those whom it brought leave with it."""
+        for owner, generation in self._alive:
+            if owner == request.session_hash:
+                generation.cancel()
+
+    def _places(self, owner: str | None) -> int:
+        """For how many there is room; `ValueError` if for none."""
+        require(self._engine.ready, "They will come once the model is ready.")
+        self._quotas.require_some(owner)
+        here = len(self.clients)
+        own = sum(brought_by == owner for brought_by, _ in self._alive)
+        places = min(self.a_press - own, self._most - here)
+        require(places > 0, f"{here} brought visitors are here already; let some leave first.")
+        return places
 
     def _visit(self, request: gr.Request) -> Generation:
         number = next(self._numbers)
@@ -59,3 +81,10 @@ class Visitors:
         params = SamplingParams(max_new_tokens=random.randint(LEAST_TOKENS, MOST_TOKENS), temperature=0.8, top_k=50)
         messages = [{"role": "user", "content": prompt}]
         return self._engine.submit(messages, params, client=("brought", request.session_hash, number))
+
+
+def _raise_first(generations: list[Generation]) -> None:
+    """The first error, as `GenerationError`: what hinders one hinders all whom the same visitor brought."""
+    for generation in generations:
+        if generation.error:
+            raise GenerationError(generation.error)

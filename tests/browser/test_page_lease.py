@@ -77,7 +77,7 @@ def test_an_answer_goes_on_in_the_next_lease_and_says_so(open_page, app, api):
     eventually(lambda: lease(app)["left_s"] == 0)
     api.gate.clear()
     worker.resume()
-    expect(page.locator(NOTICE)).to_have_text(re.compile("GPU's time was up. Your answer goes on in the next lease"))
+    expect(page.locator(NOTICE)).to_have_text("Your answer goes on in the next GPU lease, from where it is.")
     said = page.locator(ANSWER).inner_text()
     api.gate.set()
     note = wait_until_answered(page)
@@ -115,16 +115,43 @@ def test_an_answer_that_breaks_off_keeps_what_was_said(open_page, app, api):
 def test_with_little_left_there_are_no_probes_races_or_visitors(open_page, app, api):
     page = open_page(app, **ANN)
     api.refusals = {token("ann"): (429, 8)}
-    set_new_tokens(page, 60)
-    before = len(app.stats()["probes"])
+    set_new_tokens(page, 1024)  # for which more is asked than is left
+    before = app.stats()
     ask(page, "Tell me about lighthouses.")
+    eventually(lambda: app.stats()["totals"]["tokens"] >= before["totals"]["tokens"] + 60)
+    page.locator("#stop").click()
     wait_until_answered(page)
-    assert len(app.stats()["probes"]) == before
+    assert len(app.stats()["probes"]) == len(before["probes"])
     page.get_by_role("button", name="Start the race").click()
     expect(page.locator('#race [data-part="notice"]')).to_contain_text("Little of your GPU quota is left")
     page.locator("#visitors").click()
-    expect(page.locator("#visitors-said")).to_contain_text("Little of your GPU quota is left")
+    said = page.locator("#visitors-said")
+    expect(said).to_contain_text("Little of your GPU quota is left")
+    expect(said.get_by_role("link", name="a PRO account")).to_be_visible()
 
     other = open_page(app, extra_http_headers={"X-IP-Token": token("bob")})
     ask(other, "Tell me about lighthouses.")
-    eventually(lambda: len(app.stats()["probes"]) > before)
+    eventually(lambda: len(app.stats()["probes"]) > len(before["probes"]))
+
+
+def test_brought_visitors_come_at_the_pressers_expense_and_leave_with_the_page(open_page, app, api):
+    page = open_page(app, **ANN)
+    api.queue_for = threading.Event()
+    page.locator("#visitors").click()
+    said = page.locator("#visitors-said")
+    expect(said).to_contain_text(re.compile(r"waiting for a GPU · \d+ s · at your expense"))
+    expect(page.locator(LEASE)).to_contain_text(re.compile(r"Asking for \d s of GPU, at your expense"))
+    api.queue_for.set()
+    expect(page.locator(LEASE)).to_contain_text("GPU lease at your expense")
+    expect(said).to_contain_text("6 came.")
+    page.close()
+    eventually(lambda: lease(app)["state"] == "none", timeout=5)
+
+
+def test_brought_visitors_without_a_quota_are_told_of_and_no_more_come(open_page, app, api):
+    api.refusals = {None: (429, 0)}
+    page = open_page(app)
+    page.locator("#visitors").click()
+    expect(page.locator("#visitors-said")).to_contain_text("Space app has reached its GPU limit")
+    expect(page.locator("#visitors-said").get_by_role("link", name="open the Space itself")).to_be_visible()
+    assert len(api.asked) < 3

@@ -52,6 +52,15 @@ def test_visitors_fill_the_batch(page: Page, app):
     page.wait_for_function(f"new Set({bars}.flatMap(({{ y }}) => y)).size > 1")
 
 
+def test_brought_visitors_leave_with_the_page_that_brought_them(open_page, app):
+    app.wait_idle()
+    page = open_page(app)
+    page.locator("#visitors").click()
+    eventually(lambda: app.queue()["running"] > 1)
+    page.close()
+    app.wait_idle(timeout=5)
+
+
 @pytest.mark.parametrize("figure", ["cache", "batch", "speed"])
 def test_a_figure_keeps_its_zoom_while_data_arrives(page: Page, app, figure):
     set_new_tokens(page, 1024)
