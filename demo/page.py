@@ -56,6 +56,7 @@ def build_page(
                 _race_card(race, price(engine, quotas, races=1))
         panel("footer", elem_id="footer")
         page.unload(visitors.leave)
+        page.fns[max(page.fns)].api_visibility = "private"  # `unload` takes no options
         add_api(engine, streams, quotas)
     page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
     # Gradio looks for new events a thousand times a second, which costs a tenth of a core when nobody is here
