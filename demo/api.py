@@ -54,14 +54,32 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
             async for generation in follow(turns, params, request):
                 yield generation.text
 
-    async def compare(request: gr.Request, prompt: str, new_tokens: int = 64) -> AsyncIterator[dict[str, Any]]:
-        """Race naive against cached decoding. Streams both lanes' progress; the last message is the verdict."""
+    async def compare(
+        request: gr.Request,
+        prompt: str,
+        new_tokens: int = 64,
+        lanes: list[str] | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        warm_up: bool = True,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Race ways of decoding, naive against cached unless others are named. The last message is the verdict."""
         with refusals(), streams.place(request):
             quotas.require_some(request.session_hash)
-            comparison = engine.compare(readable(prompt, "prompt"), new_tokens, client=request.session_hash)
+            comparison = engine.compare(
+                readable(prompt, "prompt"),
+                new_tokens,
+                request.session_hash,
+                lanes=["naive", "cached"] if lanes is None else lanes,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+                warm_up=warm_up,
+            )
             with streams.follow(comparison) as stream:
                 while await stream.next():
-                    yield progress(comparison, new_tokens)
+                    yield progress(comparison)
             yield comparison.result()
 
     async def stats() -> dict[str, Any]:

@@ -220,30 +220,3 @@ def _bars(phase: str, bars: list[tuple]) -> dict[str, Any]:
         "customdata": [[entry["client"], entry["prompt_tokens"], entry["tokens"]] for *_, entry in bars],
         "hovertemplate": hover,
     }
-
-
-def race(naive_ms: Sequence[float], cached_ms: Sequence[float], target: int) -> dict:
-    """Each lane's own clock against the tokens it has written."""
-    naive, cached = _clock(naive_ms), _clock(cached_ms)
-    labels = [unit("seconds of engine time, by tokens written")]
-    if naive_ms and cached_ms:
-        labels.append(line_label("naive", naive, target, "var(--naive)", "bottom"))
-        labels.append(line_label("cached", cached, target, "var(--cached)", "top"))
-    hover = "%{x} tokens after %{y:.1f} s"
-    return figure(
-        [
-            line(naive, hover, color="var(--naive)", dash="4px,4px"),
-            line(cached, hover, color="var(--cached)"),
-        ],
-        height=184,
-        x={"range": [0, target], "nticks": 5},
-        y={"range": [0, nice_ceiling(1.1 * max(naive[-1][1], cached[-1][1], 1.0))], "nticks": 4},
-        annotations=labels,
-    )
-
-
-def _clock(steps_ms: Sequence[float]) -> list[Point]:
-    points: list[Point] = [(0, 0.0)]
-    for index, step in enumerate(steps_ms, 1):
-        points.append((index, points[-1][1] + step / 1000))
-    return points

@@ -10,11 +10,11 @@ from engine.lease import LeaseTerms, seconds_needed
 YOURS, ANOTHERS = "at your expense", "at another visitor's expense"
 
 
-def price(engine: Engine, quotas: Quotas, *, owed: int = 0, to_read: int = 0, races: int = 0) -> str:
+def price(engine: Engine, quotas: Quotas, *, owed: int = 0, to_read: int = 0, lanes: int = 0) -> str:
     """What pressing a button will cost, said before it is pressed; the work as in `seconds_needed`."""
     if engine.snapshot()["lease"] is None:
         return ""
-    seconds = seconds_needed(owed, to_read, races, (), read_settings(LeaseTerms))
+    seconds = seconds_needed(owed, to_read, lanes, (), read_settings(LeaseTerms))
     return f"Runs on your GPU quota: about {counted(seconds, quotas.factor)}, less if the GPU is quick."
 
 

@@ -8,11 +8,14 @@ import gradio as gr
 
 from demo.api import Page, add_api
 from demo.chat import SYSTEM_PROMPT, Chat, Visit
+from demo.forum import QUESTION, Forum
+from demo.forum import shown as forum_value
 from demo.lease import price
 from demo.panel import panel
 from demo.prompts import EXAMPLE_QUESTION, EXAMPLE_SCHEMA, STARTERS, race_prompts
 from demo.quota import Quotas
-from demo.race import Race
+from demo.race import CHOICES, COLD, FASTEST_FIRST, FIELDS, SLOWEST_FIRST, TOKENS, WARM, Race
+from demo.race_figures import TITLES
 from demo.settings import PageSettings
 from demo.streams import Streams
 from demo.tokens import Answers
@@ -25,6 +28,7 @@ HEAD = Path(__file__).parent / "static" / "head.html"
 # Nobody waits in Gradio's line, no veil covers what is being updated, and the API page lists only the API.
 _EVENT: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
 
+_CHOICE: dict[str, Any] = {"container": False, "elem_classes": "choice"}
 _RACE_HEADER = '<header><h2>Race</h2><p data-part="caption">for those who do not believe it</p></header>'
 _SCHEMA_HINT = (
     "The answer is then forced to fit: nothing else can be said. One that reaches the most new tokens first is only "
@@ -53,7 +57,7 @@ def build_page(
                 panel("cache", elem_id="cache-growth")
                 _batch_card(visitors, price(engine, quotas, owed=MOST_TOKENS, to_read=visitors.a_press))
                 race = Race(engine, streams, race_prompts(engine.config.max_race_tokens), quotas)
-                _race_card(race, price(engine, quotas, races=1))
+                _race_card(page, race, Forum(engine, streams), price(engine, quotas, lanes=2))
         panel("footer", elem_id="footer")
         page.unload(visitors.leave)
         page.fns[max(page.fns)].api_visibility = "private"  # `unload` takes no options
@@ -137,23 +141,33 @@ def _batch_card(visitors: Visitors, cost: str) -> None:
     bring.click(visitors.bring, None, said, **_EVENT)
 
 
-def _race_card(race: Race, cost: str) -> None:
+def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
+    """The race and its fields, which the page's address may fill."""
     with gr.Column(elem_id="race"):
         gr.HTML(html_template=_RACE_HEADER, apply_default_css=False)
         with gr.Row(elem_classes="actions"):
             start = gr.Button("Start the race", elem_id="race-start", variant="primary", scale=0, min_width=0)
             stop = gr.Button("Stop", elem_id="race-stop", scale=0, min_width=0)
-            names = list(race.prompts)
-            prompt = gr.Radio(names, value=names[0], show_label=False, container=False, elem_classes="choice")
-            tokens = gr.Radio(
-                [("48", 48), ("96", 96), ("160 tokens", 160)],
-                value=96,
-                show_label=False,
-                container=False,
-                elem_classes="choice",
-            )
+            prompts = list(race.prompts)
+            prompt = gr.Radio(prompts, value=prompts[0], label="Prompt", **_CHOICE)
+            tokens = gr.Radio(TOKENS, value=FIELDS["race_tokens"], label="Tokens", **_CHOICE)
+        with gr.Accordion("Lanes and conditions", open=False, elem_id="race-options"):
+            titles = [(title, name) for name, title in TITLES.items()]
+            lanes = gr.CheckboxGroup(titles, value=FIELDS["race_lanes"], label="Lanes", **_CHOICE)
+            with gr.Row(elem_classes="actions"):
+                choice = gr.Radio(list(CHOICES), value=FIELDS["race_choice"], label="Choice of tokens", **_CHOICE)
+                first = gr.Radio(
+                    [SLOWEST_FIRST, FASTEST_FIRST], value=FIELDS["race_first"], label="Who steps first", **_CHOICE
+                )
+                warm = gr.Radio([WARM, COLD], value=FIELDS["race_start"], label="Start", **_CHOICE)
         if cost:
             gr.HTML(f'<p class="quiet">{cost}</p>', elem_id="race-cost")
-        lanes = panel("race", elem_id="race-lanes")
-    start.click(race.start, [prompt, tokens], lanes, **_EVENT)
+        shown = panel("race", elem_id="race-lanes", value=race.idle())
+        with gr.Row(elem_id="forum", elem_classes="actions"):
+            ask = gr.Button("Run the forum's experiment", elem_id="forum-start", scale=0, min_width=0)
+            answer = panel("forum", elem_id="forum-answer", value=forum_value(QUESTION))
+    fields = [prompt, tokens, lanes, choice, first, warm]
+    start.click(race.start, fields, shown, **_EVENT)
     stop.click(race.stop, None, None, **_EVENT)
+    ask.click(forum.run, None, answer, **_EVENT)
+    page.load(race.preset, None, fields, **_EVENT)

@@ -1,52 +1,66 @@
-"""The race as its caller sees it: two lanes that fill, and a verdict."""
+"""The race as its caller sees it: lanes that fill, and a verdict."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
+from engine.gap import LANES, LaneTimes, take_apart
 from engine.signals import Signal
-from engine.wire import RaceStep
+from engine.wire import RaceStep, StartRace
 
 if TYPE_CHECKING:
     from engine.lease import Payer
 
 CONDITIONS = {
-    "choice": "greedy, end-of-sequence ignored",
-    "warm_up": "one uncounted step of each lane",
     "timing": "each step exclusive, the device synchronised before and after; a lane's clock is their sum",
-    "naive": "the whole prefix again for every token, logits of the last position only",
-    "cached": "the prompt read once, then one token a step from the cache",
+    "end_of_sequence": "ignored",
 }
+WARMED = "two steps of each lane before the race, not counted"
+COLD = "none: the same two steps were repeated after the race, not counted"
+GREEDY = "greedy"
+DRAWN = "temperature {}, top-k {}, seed {}: the same draws in every lane but generate(), which has its own"
 
 
-@dataclass
 class Lane:
-    name: str
-    detokenizer: Detokenizer
-    target: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    logit_gaps: list[float] = field(default_factory=list)
+    """One way of decoding, as far as it got: its text and its times."""
+
+    def __init__(self, name: str, detokenizer: Detokenizer, target: int):
+        self.name, self.target = name, target
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logit_gaps: list[float] = []
+        self.times = LaneTimes(name)
+        self._detokenizer = detokenizer
 
     def push(self, step: RaceStep) -> None:
-        self.text += self.detokenizer.push(step.token_id)
+        if step.trial:
+            self.times.trial_ms.append(step.step_ms)
+            return
+        self.text += self._detokenizer.push(step.token_id)
         self.token_ids.append(step.token_id)
-        self.step_ms.append(step.step_ms)
         self.logit_gaps.append(step.logit_gap)
+        self.times.step_ms.append(step.step_ms)
+        self.times.forward_ms.append(step.forward_ms)
+        self.times.rows.append(step.rows)
         if len(self.token_ids) == self.target:
-            self.text += self.detokenizer.finish()
+            self.text += self._detokenizer.finish()
 
     def summary(self) -> dict[str, Any]:
-        tokens, total_ms = len(self.token_ids), sum(self.step_ms)
+        """Seconds, and milliseconds of each step; `rows` is how many sequences most of the steps served."""
+        times, tokens = self.times, len(self.token_ids)
         return {
             "name": self.name,
             "tokens": tokens,
-            "total_s": total_ms / 1000,
-            "ms_per_token": total_ms / tokens if tokens else 0.0,
-            "step_ms": list(self.step_ms),
+            "total_s": times.total_ms / 1000,
+            "ms_per_token": times.total_ms / tokens if tokens else 0.0,
+            "rows": max(times.rows, default=1),
+            "share_s": times.share_ms / 1000,
+            "first_call_ms": times.first_call_ms,
+            "step_ms": list(times.step_ms),
+            "forward_ms": list(times.forward_ms),
         }
 
     def view(self) -> dict[str, Any]:
@@ -56,24 +70,22 @@ class Lane:
 
 
 class Comparison:
-    """What `Engine.compare` returns: naive and cached decoding of one prompt, in the serving process.
+    """What `Engine.compare` returns: several ways of decoding one prompt, in the serving process.
 
     `state` is waiting, running, paused (other visitors come first), finished, cancelled or error.
     """
 
     def __init__(
         self,
-        request_id: int,
-        prompt_ids: list[int],
+        start: StartRace,
         lanes: list[Lane],
         model: dict[str, Any],
         engine,
         client: int | None = None,
         payer: "Payer | None" = None,
     ):
-        self.id = request_id
-        self.prompt_ids = prompt_ids
-        self.new_tokens = lanes[0].target
+        self.id = start.request_id
+        self.start = start
         self.client, self.payer = client, payer
         self.state = "waiting"
         self.resumed = False  # in another worker, because the first one was lost before it began
@@ -82,8 +94,13 @@ class Comparison:
         self._conditions = {
             "model": model["id"],
             **{fact: model[fact] for fact in ("source", "dtype", "device", "threads")},
-            "prompt_tokens": len(prompt_ids),
-            "new_tokens": self.new_tokens,
+            "prompt_tokens": len(start.prompt_ids),
+            "new_tokens": start.new_tokens,
+            "choice": _choice(start),
+            "first": start.lanes[0],
+            "warm_up": WARMED if start.warm_up else COLD,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **CONDITIONS,
         }
@@ -113,20 +130,22 @@ class Comparison:
         return self._seen != before
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The verdict: `conditions`, `lanes`, `ratio` (naive to cached milliseconds a token), `identical`,
-        `first_difference`. `TimeoutError` if it is not there in time, `GenerationError` if there is none."""
+        """The verdict: `conditions`, `lanes`, `ratio` (milliseconds a token of the first lane in the order of `LANES`
+        to the last's), `identical`, `first_difference`, and the `gap` taken apart. `TimeoutError` if it is not there
+        in time, `GenerationError` if there is none."""
         if not self._signal.wait_for(lambda: self.done, timeout):
             raise TimeoutError(f"race {self.id} did not end within {timeout} s")
         if self.state != "finished":
             raise GenerationError(self.error or "the race was cancelled")
-        naive, cached = self._lanes["naive"], self._lanes["cached"]
-        difference = first_difference(naive, cached)
+        lanes = [self._lanes[name] for name in LANES if name in self._lanes]
+        difference = first_difference(lanes, drawn=self.start.params.samples)
         return {
             "conditions": self._conditions,
-            "lanes": [naive.summary(), cached.summary()],
-            "ratio": naive.summary()["ms_per_token"] / cached.summary()["ms_per_token"],
+            "lanes": [{**lane.summary(), "what": LANES[lane.name]} for lane in lanes],
+            "ratio": lanes[0].times.total_ms / lanes[-1].times.total_ms,
             "identical": difference is None,
             "first_difference": difference,
+            "gap": take_apart([lane.times for lane in lanes], self.start.warm_up),
         }
 
     # ---- the engine's side
@@ -149,15 +168,31 @@ class Comparison:
         self._signal.notify()
 
 
-def first_difference(naive: Lane, cached: Lane) -> dict[str, Any] | None:
-    """Where the lanes part, and how close the two best logits were there (the smaller gap of the two lanes)."""
-    pairs = zip(naive.token_ids, cached.token_ids, strict=True)
-    index = next((i for i, (first, second) in enumerate(pairs) if first != second), None)
-    if index is None:
-        return None
-    return {
-        "index": index,
-        "naive_token": naive.token_ids[index],
-        "cached_token": cached.token_ids[index],
-        "logit_gap": min(naive.logit_gaps[index], cached.logit_gaps[index]),
-    }
+def check_lanes(lanes: Sequence[str]) -> None:
+    """`ValueError` unless they are two or more different ones of `LANES`."""
+    known = all(isinstance(name, str) and name in LANES for name in lanes)
+    if not known or not 2 <= len(set(lanes)) == len(lanes):
+        raise ValueError(f"lanes must be at least two different ones of {', '.join(LANES)}, not {list(lanes)}")
+
+
+def first_difference(lanes: list[Lane], drawn: bool = False) -> dict[str, Any] | None:
+    """Where the first lane that differs from the first of all does, and how close the two best logits were there.
+
+    `generate()` is left out where tokens are drawn, since it draws its own.
+    """
+    compared = [lane for lane in lanes if not (drawn and lane.name == "generate")]
+    for lane in compared[1:]:
+        for index, tokens in enumerate(zip(compared[0].token_ids, lane.token_ids, strict=True)):
+            if tokens[0] != tokens[1]:
+                return {
+                    "index": index,
+                    "lanes": [compared[0].name, lane.name],
+                    "tokens": list(tokens),
+                    "logit_gap": min(compared[0].logit_gaps[index], lane.logit_gaps[index]),
+                }
+    return None
+
+
+def _choice(start: StartRace) -> str:
+    params = start.params
+    return DRAWN.format(params.temperature, params.top_k, start.seed) if params.samples else GREEDY

@@ -12,6 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.grammar import GrammarError, Grammars
 from engine.kv_cache import KVCache
+from engine.lanes import LaneFailed
 from engine.processors import Row
 from engine.race import Race, probe
 from engine.runner import ModelRunner
@@ -65,7 +66,7 @@ class EngineCore:
     def cancel(self, request_id: int) -> None:
         """Forget a sequence or a race; its row is free for the next step."""
         if self.race and self.race.request_id == request_id:
-            self.race = None
+            self._end_race()
         self.waiting_races = deque(race for race in self.waiting_races if race.request_id != request_id)
         for sequence in [*self.scheduler.live, *self.scheduler.waiting]:
             if sequence.request_id == request_id:
@@ -73,7 +74,7 @@ class EngineCore:
 
     def park(self) -> None:
         """Put everything aside: who comes back goes on from its keys and values, unless their room was needed."""
-        self.race = None
+        self._end_race()
         self.waiting_races.clear()
         self.scheduler.park()
 
@@ -222,11 +223,21 @@ class EngineCore:
             report.race_steps.append(RaceStep(self.race.request_id, "paused" if busy else "running"))
         if busy or (self.scheduler.live and self._race_credit_ms <= 0):
             return
-        step = self.race.step()
+        try:
+            step = self.race.step()
+        except LaneFailed as failure:
+            report.failures.append(Failure(self.race.request_id, f"The race ended: {failure}"))
+            self._end_race()
+            return
         self._race_credit_ms -= step.step_ms
         report.race_steps.append(step)
         if self.race.finished:
-            self.race = None
+            self._end_race()
+
+    def _end_race(self) -> None:
+        if self.race:
+            self.race.close()
+        self.race = None
 
     def _account(self, report: StepReport, step_ms: float) -> None:
         record = report.record

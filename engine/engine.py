@@ -11,12 +11,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from engine import line, tracing
-from engine.comparison import Comparison, Lane
+from engine.comparison import Comparison, Lane, check_lanes
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
@@ -28,7 +29,7 @@ from engine.requests import Requests
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
 from engine.tokenizer import load_tokenizer
-from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StepReport
+from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StartRace, StepReport
 from engine.workers import Workers
 
 SNAPSHOT_EVERY_S = 0.25
@@ -150,9 +151,25 @@ class Engine:
             self._workers.begin(generation)
         return generation
 
-    def compare(self, prompt: Prompt, new_tokens: int, client: Hashable | None = None) -> Comparison:
-        """Race naive against cached decoding of `prompt` for `new_tokens` tokens; refusals as in `submit`."""
+    def compare(
+        self,
+        prompt: Prompt,
+        new_tokens: int,
+        client: Hashable | None = None,
+        *,
+        lanes: SequenceOf[str] = ("naive", "cached"),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        warm_up: bool = True,
+    ) -> Comparison:
+        """Race ways of decoding `prompt` for `new_tokens` tokens: `LANES` has them; refusals as in `submit`.
+
+        Greedy unless there is a temperature. The first lane steps first.
+        """
         encoder = self._encoder()
+        check_lanes(lanes)
+        params = SamplingParams(temperature=temperature, top_k=top_k, seed=seed)
         limit = min(self.config.max_race_tokens, encoder.context)
         new_tokens = whole_number("new_tokens", new_tokens, 1, limit)
         ids = encoder.encode(prompt)
@@ -165,9 +182,11 @@ class Engine:
                 raise EngineBusy(
                     races, line.seconds_until_served(self._unfinished(), rows, speed) + RACE_GUESS_S * races
                 )
-            lanes = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in ("naive", "cached")]
+            drawn = secrets.randbelow(MAX_SEED) if seed is None else seed
+            start = StartRace(next(self._ids), ids, new_tokens, tuple(lanes), params, drawn, warm_up)
+            filling = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in lanes]
             number = None if client is None else self.client_number(client)
-            comparison = Comparison(next(self._ids), ids, lanes, self.facts, self, number, self._workers.payer())
+            comparison = Comparison(start, filling, self.facts, self, number, self._workers.payer())
             self._workers.begin(comparison)
         return comparison
 

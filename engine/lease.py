@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 START_S = 3.0  # what a fresh worker is taken to need before its first step, until one was seen
 MARGIN_S = 2.0  # between a lease's own end and the moment at which its host would kill it
-RACE_S = 10.0  # what a race is taken to need before anything is known of it
+LANE_S = 5.0  # what a lane of a race is taken to need before anything is known of it
 STEP_S = 0.1  # and a step
 HEADROOM = 1.5  # starts vary, and steps grow longer with the texts and the company
 
@@ -120,14 +120,14 @@ class Lease:
 
 
 def seconds_needed(
-    owed: int, to_read: int, races: int, step_ms: Iterable[float], terms: LeaseTerms, start_s: float = START_S
+    owed: int, to_read: int, lanes: int, step_ms: Iterable[float], terms: LeaseTerms, start_s: float = START_S
 ) -> int:
-    """GPU seconds to ask for: a start, `owed` decode steps, `to_read` prefill steps, and races.
+    """GPU seconds to ask for: a start, `owed` decode steps, `to_read` prefill steps, and lanes of races.
 
     Estimated from recent steps' milliseconds: less is granted sooner, and what does not fit goes on in the next lease.
     """
     measured = list(step_ms)
     step_s = median(measured) / 1000 if measured else STEP_S
-    work_s = HEADROOM * (start_s + (1 + terms.share) * step_s * (owed + to_read)) + (1 + terms.share) * RACE_S * races
+    work_s = HEADROOM * (start_s + (1 + terms.share) * step_s * (owed + to_read)) + (1 + terms.share) * LANE_S * lanes
     needed = work_s + terms.linger_s + MARGIN_S
     return math.ceil(min(max(needed, terms.min_s), terms.max_s))

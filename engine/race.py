@@ -1,96 +1,92 @@
-"""Naive against cached decoding, measured in the serving process: the race, and the probes.
+"""Ways of decoding against each other, measured in the serving process: the race, and the probes.
 
 Both run between two steps of the shared batch, one exclusive step at a time, so nobody's
 measurement holds somebody else's work and other visitors keep streaming.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from engine.kv_cache import KVCache
+from engine.lanes import Clock, Lane, Step, make_lane
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.wire import Probe, RaceStep, StartRace
 
-
-def timed_ms(runner: ModelRunner, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """A forward's result and its exclusive milliseconds, the device synchronised before and after."""
-    runner.synchronize()
-    started = time.perf_counter()
-    logits = forward()
-    runner.synchronize()
-    return logits, 1000 * (time.perf_counter() - started)
-
-
-@dataclass
-class NaiveLane:
-    """Recomputes the whole prefix for every token; asks for the last position's logits only."""
-
-    runner: ModelRunner
-    token_ids: list[int]
-
-    def forward(self) -> torch.Tensor:
-        return self.runner.naive(self.token_ids)
-
-
-@dataclass
-class CachedLane:
-    """Reads the prompt once into a cache of its own, then one token a step: the engine's own prefill and decode."""
-
-    runner: ModelRunner
-    token_ids: list[int]
-    cache: KVCache
-    cached_tokens: int = 0
-
-    def forward(self) -> torch.Tensor:
-        new = self.token_ids[self.cached_tokens :]
-        start, self.cached_tokens = self.cached_tokens, len(self.token_ids)
-        if start == 0:
-            return self.runner.prefill(self.cache, 0, 0, new)
-        return self.runner.decode(self.cache, new, [start])[0]
+TRIAL_STEPS = 2  # of a lane, that do not count: the prompt is read, and a first token
 
 
 class Race:
-    """Both lanes on one prompt, greedily, for the same number of tokens, end-of-sequence ignored.
+    """Lanes on one prompt, for the same number of tokens, end-of-sequence ignored.
 
-    Each lane's clock is the sum of its exclusive step times; the lane whose clock is behind steps
-    next, so the race looks like the race it is. Both lanes are warmed up by steps that are not counted.
+    Each lane's clock is the sum of its exclusive step times; the lane whose clock is behind steps next, so the race
+    looks like the race it is. Each lane's first steps are also tried on a lane that is thrown away: before the race
+    as its warm-up, or after it where none is wanted, so that the difference says what the first call cost.
     """
 
     def __init__(self, start: StartRace, runner: ModelRunner):
-        self.request_id, self.target, self.runner = start.request_id, start.new_tokens, runner
-        cache = KVCache(runner.layer_shapes, slots=1, positions=len(start.prompt_ids) + start.new_tokens)
-        self.lanes: dict[str, NaiveLane | CachedLane] = {
-            "naive": NaiveLane(runner, list(start.prompt_ids)),
-            "cached": CachedLane(runner, list(start.prompt_ids), cache),
-        }
-        self.clocks_ms = dict.fromkeys(self.lanes, 0.0)
-        self.tokens = dict.fromkeys(self.lanes, 0)
+        self.request_id = start.request_id
         self.paused = False
-        runner.naive(start.prompt_ids)
-        runner.prefill(cache, 0, 0, start.prompt_ids)
-        runner.decode(cache, start.prompt_ids[-1:], [len(start.prompt_ids)])
+        self._start, self._runner = start, runner
+        self._lanes = {name: make_lane(name, start, runner) for name in start.lanes}
+        self._clocks_ms = dict.fromkeys(self._lanes, 0.0)
+        self._tokens = dict.fromkeys(self._lanes, 0)
+        self._trials = deque(name for name in start.lanes for _ in range(min(TRIAL_STEPS, start.new_tokens)))
+        self._tried: tuple[str, Lane] | None = None
 
     @property
     def finished(self) -> bool:
-        return all(count == self.target for count in self.tokens.values())
+        return self._counted and not self._trials
+
+    @property
+    def _counted(self) -> bool:
+        return all(count == self._start.new_tokens for count in self._tokens.values())
 
     def step(self) -> RaceStep:
-        """One token of the lane that is behind."""
-        unfinished = [name for name in self.lanes if self.tokens[name] < self.target]
-        name = min(unfinished, key=lambda lane: self.clocks_ms[lane])
-        lane = self.lanes[name]
-        logits, step_ms = timed_ms(self.runner, lane.forward)
-        best = logits.topk(2)
-        token_id = int(best.indices[0])
-        lane.token_ids.append(token_id)
-        self.clocks_ms[name] += step_ms
-        self.tokens[name] += 1
+        """One exclusive step: of a trial, or one token of the lane that is behind."""
+        if self._trials and (self._start.warm_up or self._counted):
+            return self._trial(self._trials.popleft())
+        unfinished = [name for name in self._lanes if self._tokens[name] < self._start.new_tokens]
+        name = min(unfinished, key=lambda lane: self._clocks_ms[lane])
+        step = self._lanes[name].step()
+        self._clocks_ms[name] += step.step_ms
+        self._tokens[name] += 1
+        return self._report(name, step)
+
+    def close(self) -> None:
+        for lane in [*self._lanes.values(), *([self._tried[1]] if self._tried else [])]:
+            lane.close()
+
+    def _trial(self, name: str) -> RaceStep:
+        if self._tried is None or self._tried[0] != name:
+            self._drop_trial()
+            self._tried = name, make_lane(name, self._start, self._runner)
+        step = self._tried[1].step()
+        if not self._trials:
+            self._drop_trial()
+        return self._report(name, step, trial=True)
+
+    def _drop_trial(self) -> None:
+        if self._tried:
+            self._tried[1].close()
+        self._tried = None
+
+    def _report(self, name: str, step: Step, trial: bool = False) -> RaceStep:
         state = "finished" if self.finished else "running"
-        return RaceStep(self.request_id, state, name, token_id, step_ms, float(best.values[0] - best.values[1]))
+        return RaceStep(
+            self.request_id,
+            state,
+            name,
+            step.token_id,
+            step.step_ms,
+            step.logit_gap,
+            forward_ms=step.forward_ms,
+            rows=step.rows,
+            trial=trial,
+        )
 
 
 def probe(runner: ModelRunner, cache: KVCache, sequence: Sequence) -> Probe:
@@ -101,6 +97,12 @@ def probe(runner: ModelRunner, cache: KVCache, sequence: Sequence) -> Probe:
     """
     ids = sequence.token_ids
     position = len(ids) - 1
-    _, naive_ms = timed_ms(runner, lambda: runner.naive(ids))
-    _, cached_ms = timed_ms(runner, lambda: runner.decode(cache, ids[-1:], [position], sequence.slot))
+    naive_ms = _timed_ms(runner, lambda: runner.naive(ids))
+    cached_ms = _timed_ms(runner, lambda: runner.decode(cache, ids[-1:], [position], sequence.slot))
     return Probe(sequence.request_id, sequence.client, len(ids), naive_ms, cached_ms, time.time())
+
+
+def _timed_ms(runner: ModelRunner, forward: Callable[[], torch.Tensor]) -> float:
+    clock = Clock(runner)
+    forward()
+    return clock.ms()

@@ -41,12 +41,13 @@ class Requests:
         return [request for request in self if request.payer == payer]
 
     def work(self, payer: Payer, prefill_chunk: int) -> tuple[int, int, int]:
-        """What serving `payer` takes: decode steps and races of its own, and the prefill steps of everybody."""
+        """What serving `payer` takes: its own decode steps, everybody's prefill steps, its own races' lanes."""
         own = self.of(payer)
         generations = [request for request in own if isinstance(request, Generation)]
         owed = max((g.sequence.params.max_new_tokens - len(g.events) for g in generations), default=0)
         to_read = sum(-(-generation.sequence.length // prefill_chunk) for generation in self.generations.values())
-        return owed, to_read, len(own) - len(generations)
+        lanes = sum(len(request.start.lanes) for request in own if isinstance(request, Comparison))
+        return owed, to_read, lanes
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """It is over, for whatever reason; its followers are told."""
@@ -80,8 +81,8 @@ class Requests:
             if generation := self.generations.get(probe.request):
                 generation.probes.append(probe)
         for failure in report.failures:
-            if generation := self.generations.get(failure.request_id):
-                self.end(generation, "error", failure.message)
+            if request := self.generations.get(failure.request_id) or self.comparisons.get(failure.request_id):
+                self.end(request, "error", failure.message)
         for step in report.race_steps:
             if comparison := self.comparisons.get(step.request_id):
                 comparison._push(step)

@@ -78,9 +78,21 @@ class ModelRunner:
         view = cache.decode_view(ids, where, window, first_slot)
         return self._forward(ids[:, None], view, where[:, None], mask)[:, -1]
 
-    def naive(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time."""
-        return self._forward(torch.tensor([token_ids], device=self.device))[0, -1]
+    def naive(self, token_ids: list[int], *, every: bool = False) -> torch.Tensor:
+        """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time.
+
+        With `every`, logits `[tokens, vocabulary]` after each of them.
+        """
+        logits = self._forward(torch.tensor([token_ids], device=self.device), every=every)[0]
+        return logits if every else logits[-1]
+
+    def append(self, cache: DynamicCache, token_ids: list[int]) -> torch.Tensor:
+        """Logits `[vocabulary]` after `token_ids`, of which `transformers`' own cache holds the beginning."""
+        cached = cache.get_seq_length()
+        ids = torch.tensor([token_ids[cached:]], device=self.device)
+        positions = torch.arange(cached, len(token_ids), device=self.device)[None]
+        mask = torch.ones(1, len(token_ids), dtype=torch.bool, device=self.device)
+        return self._forward(ids, cache, positions, mask)[0, -1]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

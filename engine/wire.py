@@ -8,6 +8,7 @@ folder that only this user can enter.
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.params import SamplingParams
 from engine.sequence import Sequence
 
 # ---- front to worker
@@ -27,9 +28,15 @@ class Cancel:
 
 @dataclass(frozen=True)
 class StartRace:
+    """`lanes` as in `engine/lanes.py`: on equal clocks, the first steps first."""
+
     request_id: int
     prompt_ids: list[int]
     new_tokens: int
+    lanes: tuple[str, ...] = ("naive", "cached")
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    warm_up: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class RaceStep:
-    """One exclusive step of one lane, or (with `lane` None) a change of state only."""
+    """One exclusive step of one lane, or (with `lane` None) a change of state only. A trial does not count."""
 
     request_id: int
     state: str  # running | paused | finished
@@ -133,6 +140,9 @@ class RaceStep:
     token_id: int = 0
     step_ms: float = 0.0
     logit_gap: float = 0.0  # between the two best logits, in logits
+    forward_ms: float = 0.0  # of `step_ms`, in the model
+    rows: int = 1  # how many sequences the step made a token for
+    trial: bool = False
 
 
 @dataclass

@@ -16,7 +16,7 @@ from engine.hosts import HOSTS, LeaseHost, Worker
 from engine.lease import START_S, Demand, Lease, Payer, seconds_needed
 from engine.requests import Request, Requests
 from engine.telemetry import Telemetry
-from engine.wire import StartRace, Submit
+from engine.wire import Submit
 
 
 class Workers:
@@ -120,7 +120,7 @@ class Workers:
         own = self.lease is None or request.payer == self.lease.payer
         if isinstance(request, Comparison):
             if own:
-                self.tell(StartRace(request.id, request.prompt_ids, request.new_tokens))
+                self.tell(request.start)
             return
         # A copy: with the thread host both sides live in one process, and each appends the tokens it knows of.
         sequence = request.sequence

@@ -333,7 +333,7 @@ def test_chat_answers_after_a_history(client):
 def test_compare_streams_and_ends_in_a_verdict(client):
     *progress, verdict = list(client.submit("The lighthouse", 24, api_name="/compare"))
     assert progress and {"state", "lanes"} <= set(progress[0])
-    assert set(verdict) == {"conditions", "lanes", "ratio", "identical", "first_difference"}
+    assert set(verdict) == {"conditions", "lanes", "ratio", "identical", "first_difference", "gap"}
     naive, cached = verdict["lanes"]
     assert (naive["name"], cached["name"]) == ("naive", "cached")
     assert naive["tokens"] == cached["tokens"] == 24

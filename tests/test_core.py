@@ -268,7 +268,7 @@ def test_race_lanes_take_the_naive_tokens_beside_a_running_batch(runner):
     while core.has_work:
         for step in core.step().race_steps:
             states.append(step.state)
-            if step.lane:
+            if step.lane and not step.trial:
                 unfinished = [name for name in lanes if len(lanes[name]) < 20]
                 assert step.lane == min(unfinished, key=clocks.__getitem__), "the lane that is behind steps next"
                 lanes[step.lane].append(step.token_id)

@@ -338,7 +338,7 @@ def test_a_long_chat_drops_its_oldest_turns_and_keeps_the_system_message(tiny_en
 def test_a_race_ends_in_a_verdict(tiny_engine):
     engine = tiny_engine()
     result = engine.compare("The lighthouse", 24).result(WAIT_S)
-    assert set(result) == {"conditions", "lanes", "ratio", "identical", "first_difference"}
+    assert set(result) == {"conditions", "lanes", "ratio", "identical", "first_difference", "gap"}
     naive, cached = result["lanes"]
     assert (naive["name"], cached["name"]) == ("naive", "cached")
     for lane in (naive, cached):

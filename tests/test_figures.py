@@ -1,14 +1,16 @@
 """The figures are pure functions: data in, Plotly figure out."""
 
+import itertools
 import json
 import re
 
 import plotly.graph_objects as go
 import pytest
 
-from demo import figures
+from demo import figures, race_figures
 from demo.lanes import assign_lanes, phases
 from demo.plot import nice_ceiling
+from demo.race_figures import TITLES
 from demo.speed import crossing, explanation
 
 NOW = 1_000.0
@@ -118,9 +120,32 @@ def test_axes_end_at_round_numbers(value, ceiling):
     assert nice_ceiling(value) == pytest.approx(ceiling)
 
 
-def test_the_race_figure_adds_up_each_lanes_clock():
-    naive, cached = figures.race([100.0, 200.0], [50.0], 4)["data"]
-    assert list(naive["y"]) == pytest.approx([0, 0.1, 0.3]) and list(cached["y"]) == pytest.approx([0, 0.05])
+def lane(name: str, *step_ms: float) -> dict:
+    return {"name": name, "step_ms": list(step_ms)}
+
+
+def test_the_races_clocks_add_up_and_its_steps_stand_at_their_lengths():
+    lanes = [lane("naive", 100.0, 200.0, 300.0), lane("cached", 50.0)]
+    naive, cached = race_figures.clocks(lanes, 4)["data"]
+    assert list(naive["y"]) == pytest.approx([0, 0.1, 0.3, 0.6]) and list(cached["y"]) == pytest.approx([0, 0.05])
+    (naive,) = race_figures.steps(lanes, 10, 4)["data"]
+    assert (naive["x"], naive["y"]) == ([11, 12], [200.0, 300.0])
+
+
+def test_names_at_the_ends_of_lines_keep_apart():
+    lanes = [lane(name, *[100.0 + n] * 4) for n, name in enumerate(TITLES)]
+    names = race_figures.clocks(lanes, 4)["layout"]["annotations"][1:]
+    top = race_figures.clocks(lanes, 4)["layout"]["yaxis"]["range"][1]
+    heights = sorted(race_figures.PLOT * name["y"] / top + name["yshift"] for name in names)
+    assert len(names) == len(TITLES)
+    assert all(above - below >= race_figures.LINE - 0.01 for below, above in itertools.pairwise(heights))
+
+
+def test_the_gap_is_a_staircase_from_lane_to_lane():
+    parts = [{"cause": "a", "seconds": 3.0}, {"cause": "b", "seconds": -0.5}]
+    taken_apart = {"from": "naive", "to": "cached", "from_s": 4.0, "to_s": 1.5, "parts": parts}
+    (bars,) = race_figures.gap(taken_apart)["data"]
+    assert bars["base"] == [0, 1.0, 1.5, 0] and bars["x"] == [4.0, 3.0, -0.5, 1.5]
 
 
 def test_plotly_accepts_every_property_of_every_figure():
@@ -132,7 +157,9 @@ def test_plotly_accepts_every_property_of_every_figure():
         figures.batch(snapshot(requests, []), assign_lanes(requests, {}, NOW)),
         figures.speed([(100, 200.0)], [(50, 30.0)], [(60, 80.0)], others=3),
         figures.speed_of_others(probes),
-        figures.race([100.0, 200.0], [50.0], 4),
+        race_figures.clocks([lane("naive", 100.0, 200.0), lane("shared", 50.0)], 4),
+        race_figures.steps([lane("naive", 100.0, 200.0), lane("shared", 50.0)], 10, 4),
+        race_figures.gap({"from": "naive", "to": "cached", "from_s": 4.0, "to_s": 1.5, "parts": []}),
     ]
     for figure in drawn:
         text = json.dumps(figure, allow_nan=False)

@@ -1,6 +1,9 @@
 """The panels beside the chat: the race, the visitors, and figures that stand still while data arrives."""
 
+import json
 import re
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from pages import FIGURES, ask, count_updates, set_new_tokens, wait_until_answered, watch_frames
@@ -12,27 +15,61 @@ def test_a_race_from_start_to_verdict(page: Page, app):
     race = page.locator("#race")
     race.get_by_text("48", exact=True).click()
     race.locator("#race-start").click()
-    for lane in ("naive", "cached"):
-        expect(race.locator(f'[data-part="{lane}-said"]')).to_have_text(
-            re.compile(r"^48 of 48 · [\d.]+ tokens/s · [\d.]+ s$")
-        )
-        expect(race.locator(f'[data-part="{lane}-text"]')).not_to_be_empty()
+    lanes = [race.locator(f'[data-lane="{name}"]') for name in ("naive", "cached")]
+    for lane in lanes:
+        expect(lane.locator('[data-part="said"]')).to_have_text(re.compile(r"^48 of 48 · [\d.]+ tokens/s · [\d.]+ s$"))
     expect(race.locator('[data-part="same"]')).to_have_text("48 of 48")
     expect(race.locator('[data-part="ratio"]')).to_have_text(re.compile(r"^\d+\.\d×$"))
     expect(race.locator('[data-part="notice"]')).to_be_hidden()
     expect(race.locator("#race-start")).to_be_visible()
-    texts = [race.locator(f'[data-part="{lane}-text"]').text_content() for lane in ("naive", "cached")]
-    assert texts[0] == texts[1]
+    texts = [lane.locator('[data-part="text"]').text_content() for lane in lanes]
+    assert texts[0] and texts[0] == texts[1]
+    expect(race.locator('[data-part="explanation"]')).to_have_text(re.compile(r"^Of [\d.]+ s, [\d.]+ s went into \w+"))
+    race.get_by_role("radio", name="Time so far").click()
+    expect(page.locator(FIGURES["race"] + " .ytick")).not_to_have_count(0)
     lengths = page.locator(FIGURES["race"]).evaluate("node => node.data.map(({ x }) => x.length)")
     assert lengths == [49, 49]
+    race.get_by_role("radio", name="Time so far").press("ArrowRight")
+    expect(race.get_by_role("radio", name="A token")).to_be_focused()
     assert not app.stats()["races"]["running"]
+
+
+def test_a_race_of_all_lanes_from_the_address_to_the_files(open_page, app):
+    app.wait_idle()
+    settings = "race_tokens=10&race_lanes=naive_all,naive,by_hand,generate,cached,shared&race_choice=sampled"
+    page = open_page(app, f"?{settings}&race_start=cold&race_first=fastest+first&race_prompt=no+such+thing")
+    race = page.locator("#race")
+    race.get_by_text("Lanes and conditions").click()
+    for name in ("naive, all logits", "shared batch", "sampled", "cold", "fastest first", "10", "A lighthouse"):
+        expect(race.get_by_label(name, exact=True)).to_be_checked()
+    race.locator("#race-start").click()
+    result = race.locator('[data-part="result"]')
+    expect(result.locator("tbody tr")).to_have_count(6)
+    expect(race.locator('[data-part="same"]')).to_have_text("10 of 10")
+
+    with page.expect_download() as download:
+        result.get_by_role("link", name="JSON").click()
+    told = json.loads(Path(download.value.path()).read_text())
+    assert [lane["tokens"] for lane in told["lanes"]] == [10] * 6
+    assert {"model", "dtype", "device", "torch", "transformers", "date", "choice", "warm_up"} <= set(told["conditions"])
+    assert told["conditions"]["first"] == "shared" and told["conditions"]["warm_up"].startswith("none")
+    parts = sum(part["seconds"] for part in told["gap"]["parts"])
+    assert parts == pytest.approx(told["gap"]["from_s"] - told["gap"]["to_s"])
+    with page.expect_download() as download:
+        result.get_by_role("link", name="CSV").click()
+    lines = [line for line in Path(download.value.path()).read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "lane,token,context,step_ms,forward_ms" and len(lines) == 1 + 6 * 10
+    link = parse_qs(urlsplit(result.get_by_role("link", name="link to these settings").get_attribute("href")).query)
+    assert link["race_start"] == ["cold"] and link["race_lanes"][0].split(",")[0] == "naive_all"
 
 
 def test_a_race_can_be_stopped(page: Page, app):
     race = page.locator("#race")
     race.get_by_text("160 tokens").click()
     race.locator("#race-start").click()
-    expect(race.locator('[data-part="cached-text"]')).not_to_be_empty()
+    expect(race.locator('[data-lane="cached"] [data-part="text"]')).not_to_be_empty()
+    race.locator("#forum-start").click()  # which wants the machine for itself
+    expect(race.locator('[data-part="answer"]')).to_contain_text("Somebody else needs the machine just now")
     race.locator("#race-stop").click()
     expect(race.locator('[data-part="notice"]')).to_have_text("Stopped before the end: no verdict.")
     app.wait_idle(timeout=5)
