@@ -11,19 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from demo.lanes import WINDOW_S, phases
+from demo.lanes import WINDOW_S
 from demo.plot import Point, figure, label, line, line_label, nice_ceiling, unit
+from demo.timeline import stranger
 
-STRANGERS = 4
-FEWEST_LANES = 6
 FEWEST_MB = 8
 EDGE_S = 0.01
 MS_AT = "%{y:.0f} ms at %{x} tokens"
-
-
-def stranger(request: int) -> str:
-    """The muted colour of somebody else's request, the same in every figure."""
-    return f"stranger-{request % STRANGERS + 1}"
 
 
 def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Point] = (), others: int = 0) -> dict:
@@ -176,47 +170,4 @@ def _seconds_axis() -> dict[str, Any]:
         "range": [-WINDOW_S, 0],
         "tickvals": [-30, -20, -10, 0],
         "ticktext": ["−30 s", "−20 s", "−10 s", "now"],
-    }
-
-
-def batch(snapshot: dict[str, Any], lanes: dict[int, int]) -> dict:
-    """Who was in the batch in the last half minute: a bar a request, its waiting and its prefill told apart."""
-    now = snapshot["time"]
-    spans: dict[str, list[tuple]] = {"waiting": [], "prefill": [], "decode": []}
-    for entry in snapshot["requests"]:
-        if entry["request"] in lanes:
-            for phase, start, end in phases(entry, now):
-                if end > now - WINDOW_S:
-                    begin = max(start - now, -WINDOW_S)
-                    spans[phase].append((begin, end - now - begin, lanes[entry["request"]], entry))
-    count = max(FEWEST_LANES, max(lanes.values(), default=0) + 1)
-    return figure(
-        [_bars(phase, bars) for phase, bars in spans.items()],
-        height=176,
-        x=_seconds_axis(),
-        y={"range": [count - 0.5, -0.5], "showgrid": False, "tickvals": [], "fixedrange": True},
-        barmode="overlay",
-        bargap=0.3,
-    )
-
-
-def _bars(phase: str, bars: list[tuple]) -> dict[str, Any]:
-    names = {"waiting": "waiting", "prefill": "reading its prompt", "decode": "generating"}
-    shade = "-deep" if phase == "prefill" else ""
-    colors = [f"var(--{stranger(entry['request'])}{shade})" for *_, entry in bars]
-    marker: dict[str, Any] = {"color": colors, "cornerradius": 4, "line": {"width": 0}}
-    if phase == "waiting":
-        marker["line"] = {"width": 1, "color": colors}
-        marker["pattern"] = {"shape": "/", "fgcolor": colors, "bgcolor": "var(--card)", "size": 8, "solidity": 0.15}
-    hover = f"{names[phase]} %{{x:.1f}} s<br>%{{customdata[1]}} tokens read, %{{customdata[2]}} written<extra></extra>"
-    return {
-        "type": "bar",
-        "name": phase,
-        "orientation": "h",
-        "base": [round(start, 2) for start, *_ in bars],
-        "x": [round(length, 2) for _, length, *_ in bars],
-        "y": [lane for *_, lane, _ in bars],
-        "marker": marker,
-        "customdata": [[entry["client"], entry["prompt_tokens"], entry["tokens"]] for *_, entry in bars],
-        "hovertemplate": hover,
     }

@@ -7,12 +7,14 @@ from typing import Any
 WINDOW_S = 30
 
 
-def assign_lanes(requests: Iterable[dict[str, Any]], lanes: dict[int, int], now: float) -> dict[int, int]:
+def assign_lanes(
+    requests: Iterable[dict[str, Any]], lanes: dict[int, int], now: float, window_s: float = WINDOW_S
+) -> dict[int, int]:
     """A lane for each request, for its whole life: the lowest that is free from when it arrives.
 
     `lanes` is the previous answer; a request keeps its lane although older ones leave the picture.
     """
-    recent = [entry for entry in requests if (entry["ended"] or now) > now - WINDOW_S]
+    recent = [entry for entry in requests if (entry["ended"] or now) > now - window_s]
     taken = {entry["request"]: lanes[entry["request"]] for entry in recent if entry["request"] in lanes}
     free_from: dict[int, float] = {}
     for entry in recent:

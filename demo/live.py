@@ -5,9 +5,10 @@ import time
 from typing import Any
 
 from demo import figures
-from demo.lanes import assign_lanes
+from demo.lanes import WINDOW_S, assign_lanes
 from demo.lease import live_lease
 from demo.quota import Quotas
+from demo.timeline import timeline
 from demo.visitors import Visitors
 from engine import Engine
 
@@ -32,12 +33,20 @@ class Live:
             self._message = json.dumps(self._build(self._engine.snapshot())).encode()
         return self._message
 
+    def timeline(self, window_s: int, back_s: int) -> dict[str, Any]:
+        """The batch as it was, for whoever scrolls back."""
+        past, now = self._engine.timeline(window_s, back_s), time.time()
+        lanes = assign_lanes(past["requests"], {}, now - back_s, window_s)
+        drawn = timeline(past["requests"], past["speeds"], lanes, now, window_s, back_s)
+        return {"figure": drawn, "requests": past["requests"]}
+
     def _build(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         self._lanes = assign_lanes(snapshot["requests"], self._lanes, snapshot["time"])
         size = (snapshot["model"] or {}).get("bytes_per_token", 0)
         slots = [slot for slot in snapshot["cache"]["slots"] if slot["state"] in ("running", "prefilling")]
         kept = sum(slot["tokens"] for slot in snapshot["cache"]["slots"] if slot["state"] == "retained") * size
         queue, probes = snapshot["queue"], snapshot["probes"]
+        speeds = [(entry["time"], entry["tokens_per_second"]) for entry in snapshot["history"]]
         return {
             "model": snapshot["model"],
             "worker": snapshot["worker"],
@@ -53,11 +62,15 @@ class Live:
             "slots": [{"client": slot["client"], "tokens": slot["tokens"]} for slot in slots],
             "kept_bytes": kept,
             "reserved_bytes": snapshot["cache"]["allocated_bytes"],
+            "reserved_tokens": snapshot["cache"]["allocated_tokens"],
             "figures": {
                 "others": figures.speed_of_others(probes) if probes else None,
                 "cache": figures.cache(snapshot),
-                "batch": figures.batch(snapshot, self._lanes),
+                "batch": timeline(snapshot["requests"], speeds, self._lanes, snapshot["time"], WINDOW_S),
             },
+            "requests": [entry for entry in snapshot["requests"] if entry["request"] in self._lanes],
+            "padding_bytes": snapshot["cache"]["padding_tokens"] * size,
+            "reused_tokens": snapshot["totals"]["reused_tokens"],
             "measured": len(probes),
             "last_probe": probes[-1] if probes else None,
         }

@@ -19,6 +19,7 @@ from demo.live import Live
 from demo.panel import STATIC
 from demo.tokens import Answers
 from engine import Engine
+from engine.telemetry import TIMELINE_S
 
 PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 A_WEEK = {"Cache-Control": "public, max-age=604800"}
@@ -38,6 +39,13 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
     async def live_message(_: Request) -> Response:
         return Response(live.message(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
+    async def timeline(request: Request) -> Response:
+        asked = [request.query_params.get(name, "") for name in ("window", "back")]
+        if not all(text.isascii() and text.isdecimal() and len(text) < 4 and int(text) <= TIMELINE_S for text in asked):
+            return PlainTextResponse("window and back must be seconds, at most ten minutes", status_code=422)
+        window, back = map(int, asked)
+        return JSONResponse(live.timeline(max(window, 1), back), headers={"Cache-Control": "no-store"})
+
     async def tokens(request: Request) -> Response:
         start = request.query_params.get("from", "0")
         if not (start.isascii() and start.isdecimal() and len(start) < 9):
@@ -52,6 +60,7 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/kvscope/live", live_message),
+        Route("/kvscope/timeline", timeline),
         Route("/kvscope/tokens", tokens),
         Route("/kvscope/plotly.min.js", plotly_js),
         Mount("/kvscope", StaticFiles(directory=STATIC)),

@@ -47,6 +47,7 @@ class EngineCore:
         self._probe_credit_ms = 0.0
         self._race_credit_ms = 0.0
         self.probe_share = config.probe_share
+        self._padding_tokens = 0
 
     @property
     def cache(self) -> KVCache:
@@ -81,6 +82,7 @@ class EngineCore:
     @torch.no_grad()
     def step(self) -> StepReport:
         report = StepReport(StepRecord(time=time.time()))
+        self._padding_tokens = 0
         busy = bool(self.scheduler.waiting) or len(self.scheduler.live) > self.config.max_batch_size // 2
         self._probe(report, busy)
         self._race(report, busy)
@@ -141,6 +143,8 @@ class EngineCore:
         logits = self.runner.decode(self.cache, token_ids, [sequence.cached_tokens for sequence in running])
         for sequence in running:
             sequence.cached_tokens += 1
+        lengths = [sequence.cached_tokens for sequence in running]
+        self._padding_tokens = self.runner.window(self.cache, max(lengths)) * len(lengths) - sum(lengths)
         return logits
 
     def _choose(self, sequences: list[Sequence], logits: torch.Tensor, report: StepReport) -> None:
@@ -246,7 +250,8 @@ class EngineCore:
         share = self.probe_share
         self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
         self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
-        report.allocated_bytes = self.cache.allocated_bytes
+        report.allocated_bytes, report.allocated_tokens = self.cache.allocated_bytes, self.cache.allocated_tokens
+        report.padding_tokens = self._padding_tokens
         report.slots = self._slot_states()
 
     def _slot_states(self) -> list[SlotState]:

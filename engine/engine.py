@@ -24,7 +24,7 @@ from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingErro
 from engine.generation import Generation
 from engine.hosts import LeaseHost, Worker
 from engine.params import MAX_SEED, SamplingParams, whole_number
-from engine.prompts import Prompt, PromptEncoder
+from engine.prompts import Prompt, PromptEncoder, check_length
 from engine.requests import Requests
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
@@ -138,7 +138,7 @@ class Engine:
         if params.grammar is not None and not self._eos_token_ids:
             raise ValueError("grammar must be left out here: this model has no token to end its answer with")
         ids = encoder.encode(prompt, params.truncate)
-        _check_length(len(ids), params.max_new_tokens, "max_new_tokens", encoder.context)
+        check_length(len(ids), params.max_new_tokens, "max_new_tokens", encoder.context)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         with self._lock:
             self._check_open()
@@ -173,7 +173,7 @@ class Engine:
         limit = min(self.config.max_race_tokens, encoder.context)
         new_tokens = whole_number("new_tokens", new_tokens, 1, limit)
         ids = encoder.encode(prompt)
-        _check_length(len(ids), new_tokens, "new_tokens", limit)
+        check_length(len(ids), new_tokens, "new_tokens", limit)
         with self._lock:
             self._check_open()
             races = len(self._requests.comparisons)
@@ -218,7 +218,7 @@ class Engine:
         return line.seconds_until_admitted(generation, self._unfinished(), rows, speed)
 
     def snapshot(self) -> dict[str, Any]:
-        """What the engine is doing, as JSON-able data. Shared by its readers, and made at most four times a second."""
+        """What the engine is doing, as JSON-able data. Shared by its readers; made at most four times a second."""
         with self._lock:
             now = time.time()
             if self._snapshot is None or not 0 <= now - self._snapshot["time"] < SNAPSHOT_EVERY_S:
@@ -239,6 +239,12 @@ class Engine:
                 }
                 self._snapshot["totals"]["restarts"] = self._workers.deaths
             return self._snapshot
+
+    def timeline(self, window_s: float, back_s: float) -> dict[str, Any]:
+        """Requests and tokens a second over `window_s` seconds until `back_s` seconds ago; ten minutes are kept."""
+        with self._lock:
+            until = time.time() - back_s
+            return self.telemetry.timeline(until - window_s, until, self._unfinished())
 
     def close(self) -> None:
         """End the worker; what is unfinished fails with a sentence."""
@@ -336,10 +342,3 @@ class Engine:
         self._state, self._error, self._loading = "stopped", message, None
         self._requests.fail(list(self._requests), message)
         self._settled.set()
-
-
-def _check_length(prompt_tokens: int, new_tokens: int, name: str, limit: int) -> None:
-    if prompt_tokens + new_tokens > limit:
-        raise ValueError(
-            f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens"
-        )

@@ -32,6 +32,7 @@ def model_facts(
         "layers": len(shapes),
         "kv_heads": shapes[0].kv_heads,
         "head_dim": shapes[0].head_dim,
+        "value_dim": shapes[0].value_dim,
         "bytes_per_value": shapes[0].dtype.itemsize,
         "bytes_per_token": sum(shape.bytes_per_token for shape in shapes),
         "context": min(config.max_context, config.cache_tokens, context_length(model.config)),

@@ -48,7 +48,12 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return self.bytes_per_token * self.slots * self.positions
+        """Of the tensors themselves, not by the formula."""
+        return sum(pool.nbytes for pool in (*self.keys, *self.values))
+
+    @property
+    def allocated_tokens(self) -> int:
+        return self.slots * self.positions
 
     def resize(self, slots: int, positions: int) -> None:
         """Another number of slots and positions; what lies in both shapes is kept.

@@ -134,3 +134,11 @@ def _dialogue(messages: list[dict[str, str]]) -> str:
 
 class TooLong(ValueError):
     """The prompt alone is longer than the context."""
+
+
+def check_length(prompt_tokens: int, new_tokens: int, name: str, limit: int) -> None:
+    """`ValueError` unless prompt and answer together stay within `limit`."""
+    if prompt_tokens + new_tokens > limit:
+        raise ValueError(
+            f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens"
+        )

@@ -72,11 +72,15 @@ class ModelRunner:
         """One token for each of B slots from `first_slot` on, row b at `positions[b]`; logits `[B, vocabulary]`."""
         ids = torch.tensor(token_ids, device=self.device)
         where = torch.tensor(positions, device=self.device)
-        # Rounded up, so that shapes repeat.
-        window = min(-(-(max(positions) + 1) // WINDOW_STEP) * WINDOW_STEP, cache.positions)
+        window = self.window(cache, max(positions) + 1)
         mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
         view = cache.decode_view(ids, where, window, first_slot)
         return self._forward(ids[:, None], view, where[:, None], mask)[:, -1]
+
+    @staticmethod
+    def window(cache: KVCache, longest: int) -> int:
+        """Positions that a decode step reads of each row: the longest's, rounded up so that shapes repeat."""
+        return min(-(-longest // WINDOW_STEP) * WINDOW_STEP, cache.positions)
 
     def naive(self, token_ids: list[int], *, every: bool = False) -> torch.Tensor:
         """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time.

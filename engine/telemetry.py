@@ -1,4 +1,4 @@
-"""What the front remembers of the last minute: steps, requests, probes, cache in use. Never text."""
+"""What the front remembers: of the last minute steps, probes, cache in use; of the last ten, requests. Never text."""
 
 import time
 from collections import deque
@@ -9,7 +9,8 @@ from engine.config import EngineConfig
 from engine.generation import Generation
 from engine.wire import Probe, SlotState, StepReport
 
-HISTORY_S = 60.0
+HISTORY_S, TIMELINE_S = 60.0, 600.0
+MOST_REQUESTS = 4000
 SAMPLE_EVERY_S = 0.5
 SPEED_OVER_S = 5.0
 
@@ -20,20 +21,24 @@ class Telemetry:
     def __init__(self) -> None:
         self.steps: deque[dict] = deque(maxlen=64)
         self.history: deque[dict] = deque()
-        self.ended: deque[dict] = deque()  # spans of finished requests
+        self.ended: deque[dict] = deque(maxlen=MOST_REQUESTS)  # spans of finished requests
+        self.speeds: deque[tuple[float, float]] = deque()  # once a second: Unix time, tokens a second
         self.probes: deque[Probe] = deque(maxlen=200)
         self.slots: list[SlotState] = []
-        self.allocated_bytes = 0
+        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = 0
         self.peak_batch_size = 0
         self.total_requests = 0
         self.total_tokens = 0
+        self.total_reused_tokens = 0  # of prompts, which a retained beginning saved from being read again
         self.last_speed = 0.0  # tokens a second when last anything ran
         self._emitted: deque[tuple[float, int]] = deque()
 
     def record(self, report: StepReport, delivered: int, waiting: int, bytes_per_token: int) -> None:
         """Take in one step. `delivered` leaves out tokens that a worker made past a stop string."""
         now, record = time.time(), report.record
-        self.slots, self.allocated_bytes = report.slots, report.allocated_bytes
+        self.slots = report.slots
+        self.allocated_bytes, self.allocated_tokens = report.allocated_bytes, report.allocated_tokens
+        self.padding_tokens = report.padding_tokens
         self.probes.extend(report.probes)
         self.total_tokens += delivered
         self._emitted.append((now, delivered))
@@ -47,10 +52,12 @@ class Telemetry:
 
     def record_end(self, span: dict) -> None:
         self.ended.append(span)
+        self.total_reused_tokens += span["reused_tokens"]
 
     def worker_lost(self) -> None:
         """The cache is gone with the worker."""
-        self.slots, self.allocated_bytes = [], 0
+        self.slots = []
+        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = 0
         if self.history:
             self._sample(time.time(), [], self.history[-1]["waiting"], 0)
 
@@ -65,8 +72,17 @@ class Telemetry:
     def forget_old(self, now: float) -> None:
         while self.history and self.history[0]["time"] < now - HISTORY_S:
             self.history.popleft()
-        while self.ended and self.ended[0]["ended"] < now - HISTORY_S:
+        while self.ended and self.ended[0]["ended"] < now - TIMELINE_S:
             self.ended.popleft()
+        while self.speeds and self.speeds[0][0] < now - TIMELINE_S:
+            self.speeds.popleft()
+
+    def timeline(self, since: float, until: float, generations: list[Generation]) -> dict[str, Any]:
+        """Requests and tokens a second between two moments, in Unix seconds."""
+        spans = [*self.ended, *(generation.span() for generation in generations)]
+        shown = [s for s in spans if s["queued"] < until and (s["ended"] is None or s["ended"] > since)]
+        speeds = [point for point in self.speeds if since <= point[0] <= until]
+        return {"requests": sorted(shown, key=lambda span: span["queued"]), "speeds": speeds}
 
     def snapshot(
         self, now: float, generations: list[Generation], config: EngineConfig, bytes_per_token: int
@@ -84,19 +100,27 @@ class Telemetry:
             },
             "cache": {
                 "allocated_bytes": self.allocated_bytes,
+                "allocated_tokens": self.allocated_tokens,
+                "padding_tokens": self.padding_tokens,
                 "used_bytes": bytes_per_token * sum(slot.tokens for slot in live),
                 "slots": [_slot(slot) for slot in sorted(self.slots, key=lambda slot: slot.slot)],
             },
             "throughput": {"tokens_per_second": self.tokens_per_second(now)},
-            "totals": {"requests": self.total_requests, "tokens": self.total_tokens},
+            "totals": {
+                "requests": self.total_requests,
+                "tokens": self.total_tokens,
+                "reused_tokens": self.total_reused_tokens,
+            },
             "steps": list(self.steps),
-            "requests": sorted([*self.ended, *(g.span() for g in generations)], key=lambda span: span["queued"]),
+            "requests": self.timeline(now - HISTORY_S, now + 1, generations)["requests"],
             "history": list(self.history),
             "probes": [asdict(probe) for probe in self.probes],
         }
 
     def _sample(self, now: float, live: list[SlotState], waiting: int, bytes_per_token: int) -> None:
         retained = sum(slot.tokens for slot in self.slots if slot.state == "retained")
+        if not self.speeds or now - self.speeds[-1][0] >= 1:
+            self.speeds.append((now, self.tokens_per_second(now)))
         self.history.append(
             {
                 "time": now,

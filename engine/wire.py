@@ -169,3 +169,5 @@ class StepReport:
     race_steps: list[RaceStep] = field(default_factory=list)
     slots: list[SlotState] = field(default_factory=list)
     allocated_bytes: int = 0
+    allocated_tokens: int = 0
+    padding_tokens: int = 0  # positions that the decode step read beyond its rows' own

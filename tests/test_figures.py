@@ -12,6 +12,7 @@ from demo.lanes import assign_lanes, phases
 from demo.plot import nice_ceiling
 from demo.race_figures import TITLES
 from demo.speed import crossing, explanation
+from demo.timeline import timeline
 
 NOW = 1_000.0
 MB = 1_000_000
@@ -27,6 +28,7 @@ def span(request: int, queued: float, ended: float | None = None, client: int = 
         "ended": None if ended is None else NOW + ended,
         "prompt_tokens": 10,
         "tokens": 20,
+        "finish_reason": None,
     }
 
 
@@ -91,12 +93,24 @@ def test_every_request_has_a_lane_of_its_own_for_its_whole_life():
 
 def test_bars_tell_waiting_reading_and_writing_apart():
     requests = [span(1, -20, -5), span(2, -10, client=7)]
-    figure = figures.batch(snapshot(requests, []), assign_lanes(requests, {}, NOW))
+    figure = timeline(requests, [], assign_lanes(requests, {}, NOW), NOW, 30)
     bars = {trace["name"]: trace for trace in figure["data"]}
     assert list(bars["waiting"]["x"]) == list(bars["prefill"]["x"]) == [1, 1]
     assert list(bars["decode"]["x"]) == [13, 8]
     assert [row[0] for row in bars["decode"]["customdata"]] == [1, 7]
     assert [phase for phase, *_ in phases(requests[0], NOW)] == ["waiting", "prefill", "decode"]
+
+
+def test_scrolled_back_the_timeline_shows_what_was_then():
+    requests = [{**span(1, -200, -100), "finish_reason": "cancelled"}, span(2, -90, -70), span(3, -20)]
+    lanes = assign_lanes(requests, {}, NOW - 60, 120)
+    figure = timeline(requests, [(NOW - 300, 1.0), (NOW - 100, 20.0), (NOW - 5, 3.0)], lanes, NOW, 120, back_s=60)
+    bars = {trace["name"]: trace for trace in figure["data"]}
+    assert bars["decode"]["base"] == [-180, -88] and bars["decode"]["x"] == [80, 18]
+    assert bars["decode"]["marker"]["pattern"]["shape"] == ["x", ""]
+    assert [row[3] for row in bars["decode"]["customdata"]] == [1, 2]
+    assert (bars["speed"]["x"], bars["speed"]["y"]) == ([-100], [20.0])
+    assert figure["layout"]["xaxis"]["ticktext"] == ["−3:00 min", "−2:20 min", "−1:40 min", "−1:00 min"]
 
 
 def test_speed_shows_measured_points_only():
@@ -154,7 +168,7 @@ def test_plotly_accepts_every_property_of_every_figure():
     probes = [{"length": 40, "naive_ms": 90.0, "cached_ms": 30.0}]
     drawn = [
         cache_figure(),
-        figures.batch(snapshot(requests, []), assign_lanes(requests, {}, NOW)),
+        timeline(requests, [(NOW - 5, 12.0)], assign_lanes(requests, {}, NOW), NOW, 30),
         figures.speed([(100, 200.0)], [(50, 30.0)], [(60, 80.0)], others=3),
         figures.speed_of_others(probes),
         race_figures.clocks([lane("naive", 100.0, 200.0), lane("shared", 50.0)], 4),

@@ -3,6 +3,7 @@
 import { you } from "./live.js";
 
 const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, scrollZoom: false };
+const DESCRIBE_EVERY_MS = 5000;
 const coarse = matchMedia("(pointer: coarse)");
 let plotly = null;
 
@@ -52,6 +53,8 @@ export class Figure {
   constructor(node) {
     this.node = node;
     this.figure = null;
+    this.pressed = null;
+    this.described = -DESCRIBE_EVERY_MS;
     this.zoom = {}; // the ranges that a visitor chose; a double click gives the axes back to the data
     new ResizeObserver(() => this.draw()).observe(node);
     new MutationObserver(() => this.draw()).observe(document.body, { attributeFilter: ["class"] });
@@ -61,6 +64,11 @@ export class Figure {
     this.figure = figure;
     this.node.parentElement.toggleAttribute("data-empty", !figure);
     return this.draw();
+  }
+
+  /** Call `pressed` with the point that somebody presses. */
+  onPress(pressed) {
+    this.pressed = pressed;
   }
 
   async draw() {
@@ -76,7 +84,20 @@ export class Figure {
     for (const [axis, range] of Object.entries(this.zoom)) layout[axis] = { ...layout[axis], range };
     const first = !this.node.on;
     await Plotly.react(this.node, data, layout, CONFIG);
-    if (first) this.rememberZoom();
+    this.describe();
+    if (!first) return;
+    this.rememberZoom();
+    this.node.on("plotly_click", ({ points }) => this.pressed?.(points[0]));
+  }
+
+  /** For those who do not see it: what its card says of it in numbers. */
+  describe() {
+    if (performance.now() - this.described < DESCRIBE_EVERY_MS) return;
+    this.described = performance.now();
+    this.node.setAttribute("role", "img");
+    const card = this.node.closest("#speed-now, #cache-growth, #batch-timeline, #race");
+    const said = [...(card?.querySelectorAll("h2, header [data-part=caption], .explanation, .formula") ?? [])];
+    this.node.setAttribute("aria-label", said.map(({ textContent }) => textContent.trim()).filter(Boolean).join(". "));
   }
 
   // Not `uirevision`: it drops a zoom as soon as the data outgrow the axis.

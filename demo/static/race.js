@@ -1,6 +1,7 @@
 // Race: lanes, each with its own clock, then the verdict and the gap taken apart.
 
 import { Figure } from "./figure.js";
+import { sayTerms } from "./glossary.js";
 import { wake, you } from "./live.js";
 import { showResult } from "./race_result.js";
 import { parts, say, sayLinked } from "./words.js";
@@ -28,7 +29,7 @@ export function mount({ element, props, watch }) {
     for (const button of part.switch.children) button.tabIndex = button.dataset.figure === chosen ? 0 : -1;
     say(part.empty, EMPTY[chosen]);
     const drawn = figures?.[chosen] ?? null;
-    say(part.explanation, drawn ? (chosen === "gap" ? verdict?.said : SAYS[chosen]) ?? "" : "");
+    sayTerms(part.explanation, drawn ? (chosen === "gap" ? verdict?.said : SAYS[chosen]) ?? "" : "");
     figure.update(drawn);
   };
   const choose = (name) => {

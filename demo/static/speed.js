@@ -1,6 +1,7 @@
 // Speed now: your conversation's measurements, or before you spoke, everybody's.
 
 import { Figure } from "./figure.js";
+import { sayTerms } from "./glossary.js";
 import { onLive } from "./live.js";
 import { showRatio } from "./tabs.js";
 import { count, parts, plural, say } from "./words.js";
@@ -16,7 +17,7 @@ export function mount({ element, props, watch }) {
     say(part.naive, naive);
     say(part.count, counted);
     say(part.caption, caption);
-    say(part.explanation, explanation);
+    sayTerms(part.explanation, explanation);
     part.numbers.toggleAttribute("data-empty", !cached);
     showRatio(cached ? ratio : "");
   };

@@ -82,11 +82,40 @@ def test_visitors_fill_the_batch(page: Page, app):
     expect(page.locator('#batch-timeline [data-part="caption"]')).to_have_text(re.compile(r"^[1-9]\d* of 16 rows"))
     expect(page.locator("#visitors-said")).to_contain_text("6 came.")
     # Each is drawn, also one that said only a word; those who were here together in lanes of their own.
-    bars = f"document.querySelector('{FIGURES['batch']}').data"
+    bars = f"document.querySelector('{FIGURES['batch']}').data.filter(({{ type }}) => type === 'bar')"
     page.wait_for_function(
         f"new Set({bars}.flatMap(({{ customdata }}) => customdata.map(([client]) => client))).size >= 6"
     )
     page.wait_for_function(f"new Set({bars}.flatMap(({{ y }}) => y)).size > 1")
+
+
+def test_a_request_tells_its_story_and_the_past_can_be_scrolled_back_to(page: Page, app):
+    set_new_tokens(page, 40)
+    ask(page, "Tell me a story.")
+    wait_until_answered(page)
+    batch = page.locator("#batch")
+    page.wait_for_function("document.querySelectorAll('#batch select[data-part=request] option').length > 1")
+    batch.get_by_label("Request").select_option(index=1)
+    story = r"^Request \d+, you · in line [\d.]+ s · \d+ tokens of prompt.* · first token after [\d.]+ s · 40 tokens at"
+    expect(batch.locator('[data-part="detail"]')).to_have_text(re.compile(story))
+    with page.expect_response(re.compile(r"kvscope/timeline\?window=120&back=0")) as past:
+        batch.get_by_label("Show").select_option("120")
+    told = past.value.json()
+    assert [entry["tokens"] for entry in told["requests"]][-1] == 40
+    ticks = batch.locator(".xaxislayer-above .xtick, .xtick")
+    expect(ticks.first).to_have_text("−2:00 min")
+
+
+def test_another_models_cache_is_reckoned_in_the_page(page: Page, app):
+    card = page.locator("#cache-growth")
+    card.get_by_text("What would another model hold?").click()
+    card.get_by_label("Model").select_option("Mistral 7B v0.1")
+    card.get_by_label("Sequences").fill("1")
+    formula = "2 × 8 heads × 128 × 2 bytes × (0 layers × 8,192 + 32 layers × 4,096 tokens) × 1 sequence = 536.9 MB"
+    expect(card.locator('[data-part="whatif-formula"]')).to_have_text(formula)
+    expect(card.locator('[data-part="whatif-said"]')).to_contain_text("32 of 32 layers look back 4,096 tokens only")
+    card.get_by_label("Model").select_option("Llama 2 7B")
+    expect(card.locator('[data-part="whatif-said"]')).to_contain_text("Every query head has its own keys and values")
 
 
 def test_brought_visitors_leave_with_the_page_that_brought_them(open_page, app):
