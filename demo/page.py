@@ -23,6 +23,7 @@ from demo.visitors import MOST_TOKENS, Visitors
 from engine import Engine
 
 LOOK_EVERY_S = 0.02
+MOST_PROMPT_CHARACTERS = 4000
 HEAD = Path(__file__).parent / "static" / "head.html"
 
 # Nobody waits in Gradio's line, no veil covers what is being updated, and the API page lists only the API.
@@ -50,7 +51,7 @@ def build_page(
         panel("header", elem_id="header")
         with gr.Row(elem_id="columns", equal_height=True):
             with gr.Column(elem_id="chat"):
-                speed_outputs = _chat_column(Chat(engine, streams, answers))
+                speed_outputs = _chat_column(page, Chat(engine, streams, answers))
             with gr.Column(elem_id="side"):
                 panel("tabs", elem_id="tabs")
                 speed_outputs(panel("speed", elem_id="speed-now"))
@@ -69,7 +70,7 @@ def build_page(
     return page
 
 
-def _chat_column(chat: Chat):
+def _chat_column(page: gr.Blocks, chat: Chat):
     """Chat, prompt and settings; returns what connects them once the speed panel exists."""
     visit = gr.State(Visit(), delete_callback=Visit.stop)
     conversation = panel("conversation", elem_id="conversation", events=("retry", "edit"))
@@ -87,6 +88,8 @@ def _chat_column(chat: Chat):
         ]
         new = gr.Button("New chat", elem_id="new-chat", scale=0, min_width=0)
         gr.Button("Settings", elem_classes="open-settings", scale=0, min_width=0).click(None, js=_TOGGLE_SETTINGS)
+        panel("tour", elem_id="tour")
+    page.load(prompt_from_address, None, prompt, **_EVENT)
     schema = settings[-1]
     schema.change(None, schema, js=_MARK_JSON, api_visibility="private")
     example.click(None, [schema, prompt], [schema, prompt], js=_USE_EXAMPLE, api_visibility="private")
@@ -102,6 +105,11 @@ def _chat_column(chat: Chat):
         new.click(chat.new, visit, outputs, **_EVENT)
 
     return connect
+
+
+def prompt_from_address(request: gr.Request) -> Any:
+    """What the page's address wants asked; it is sent by the visitor, not by the page."""
+    return request.query_params.get("prompt", "")[:MOST_PROMPT_CHARACTERS] or gr.skip()
 
 
 def _settings_fields() -> tuple[list[Any], gr.Button]:

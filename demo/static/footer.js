@@ -1,11 +1,13 @@
 // The quiet last line: what is seen by whom, and which weights are loaded.
 
 import { modelName } from "./header.js";
+import { tellHeight } from "./embed.js";
 import { onLive } from "./live.js";
 import { parts, say } from "./words.js";
 
 export function mount({ element }) {
   const part = parts(element);
+  tellHeight();
   part.link.href = location.origin + location.pathname;
   onLive(({ model }) => {
     if (!model) return;

@@ -7,6 +7,7 @@ const root = document.documentElement;
 const listeners = new Set();
 let latest = null;
 let timer = null;
+let inSight = true; // false for a frame that its page has scrolled away
 let looks = 0;
 
 export const you = { client: null };
@@ -26,7 +27,10 @@ export function wake() {
 
 async function poll() {
   clearTimeout(timer);
-  if (document.hidden) return;
+  if (document.hidden || !inSight) {
+    root.dataset.connection = "paused";
+    return;
+  }
   let pause = RETRY_MS;
   try {
     const response = await fetch(new URL("kvscope/live", document.baseURI), { cache: "no-store" });
@@ -54,4 +58,9 @@ function readAddress() {
 
 readAddress();
 document.addEventListener("visibilitychange", poll);
+new IntersectionObserver(([entry]) => {
+  if (inSight === entry.isIntersecting) return;
+  inSight = entry.isIntersecting;
+  poll();
+}).observe(root);
 poll();

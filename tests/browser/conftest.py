@@ -51,8 +51,8 @@ def app(slow_model) -> Iterator[RunningApp]:
 class Watched:
     """A page, and what it did that it must not do."""
 
-    def __init__(self, page: Page, host: str, provokes: str | None):
-        self.host, self.provokes = host, provokes
+    def __init__(self, page: Page, hosts: set[str], provokes: str | None):
+        self.hosts, self.provokes = hosts, provokes
         self.errors: list[str] = []
         self.foreign: set[str] = set()
         page.on("console", lambda message: message.type == "error" and self._failed(message.text))
@@ -66,7 +66,7 @@ class Watched:
 
     def _asked(self, url: str) -> None:
         address = urlsplit(url)
-        if address.scheme not in ("data", "blob") and address.netloc != self.host:
+        if address.scheme not in ("data", "blob") and address.netloc not in self.hosts:
             self.foreign.add(url)
 
 
@@ -74,20 +74,31 @@ class Watched:
 def open_page(browser) -> Iterator[Callable[..., Page]]:
     """Opens pages, each in a context (a visitor) of its own; checks all of them at the end.
 
-    A test that provokes console errors says which by a pattern.
+    A test that provokes console errors says which by a pattern. `at` is another site's page, which embeds the app's;
+    `script` runs before the page's own.
     """
     contexts: list[BrowserContext] = []
     watched: list[Watched] = []
 
     def open_page(
-        app: RunningApp, query: str = "", width: int = 1440, height: int = 940, provokes: str | None = None, **options
+        app: RunningApp,
+        query: str = "",
+        width: int = 1440,
+        height: int = 940,
+        provokes: str | None = None,
+        at: str | None = None,
+        script: str = "",
+        **options,
     ) -> Page:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
+        context.add_init_script(script)
         page = context.new_page()
-        watched.append(Watched(page, urlsplit(app.url).netloc, provokes))
-        page.goto(app.url + query)
+        watched.append(Watched(page, {urlsplit(url).netloc for url in (app.url, at or app.url)}, provokes))
+        page.goto(at or app.url + query)
+        if at:
+            return page
         # The panels are alive once the first message about everybody has reached them.
         page.wait_for_function(
             "['ready', 'none'].includes(document.documentElement.dataset.worker) && !!document.querySelector('#prompt')"

@@ -1,0 +1,100 @@
+// A tour in five steps that drives the real page: it presses the page's own buttons and waits for what they bring.
+
+import { onLive } from "./live.js";
+import { parts, say } from "./words.js";
+
+const root = document.documentElement;
+const read = (selector) => document.querySelector(selector)?.textContent.trim() ?? "";
+const press = (selector) => document.querySelector(selector)?.click();
+
+const STEPS = [
+  {
+    panel: "#chat",
+    say: () => "One model answers everybody here, all in one batch. Ask it something, and watch the answer stream.",
+    act: ["Ask for me", () => press("#chips .starter")],
+    done: () => read("#conversation article.assistant:last-of-type .text").length > 0,
+  },
+  {
+    panel: "#speed-now",
+    tab: "speed",
+    say: () => (/×/.test(read('#speed-now [data-part="ratio"]'))
+      ? `A step without the cache was measured beside yours: here the cache makes a token ${read('#speed-now [data-part="ratio"]')} faster, and the gap grows with the text.`
+      : "Beside your answer, a step without the cache is measured now and then. The number says how many times faster the cache is."),
+  },
+  {
+    panel: "#cache-growth",
+    tab: "cache",
+    say: () => `That is the price: every token leaves its keys and values in memory. Now: ${read('#cache-growth header [data-part="caption"]')}.`,
+  },
+  {
+    panel: "#batch-timeline",
+    tab: "batch",
+    say: (live) => (live.running > 1
+      ? `${live.running} requests share each step of the model now, ${Math.round(live.tokens_per_second)} tokens a second between them.`
+      : "Strangers share your batch. Nobody else here? Bring some: real requests, to the same model."),
+    act: ["Bring visitors", () => press("#visitors")],
+    done: (live) => live.running > 1,
+  },
+  {
+    panel: "#race",
+    tab: "race",
+    say: () => (root.dataset.race === "finished"
+      ? `${read('#race [data-part="explanation"]')} That is all: everything here was measured while you watched.`
+      : "And the proof: the same text with and without the cache, each step timed alone."),
+    act: ["Start the race", () => press("#race-start")],
+    done: () => root.dataset.race === "finished",
+  },
+];
+
+export function mount({ element }) {
+  const part = parts(element);
+  let step = null;
+  let acted = false;
+  let live = { running: 0, tokens_per_second: 0 };
+
+  const show = () => {
+    if (step === null) return;
+    const { say: words, act, done } = STEPS[step];
+    const waiting = Boolean(act) && !done(live);
+    say(part.count, `${step + 1} of ${STEPS.length}`);
+    say(part.said, words(live));
+    part.act.hidden = !act || acted || !waiting;
+    if (act) say(part.act, act[0]);
+    say(part.next, step === STEPS.length - 1 ? "Finish" : waiting ? "Skip" : "Next");
+  };
+  const go = (to) => {
+    document.querySelector("[data-toured]")?.removeAttribute("data-toured");
+    step = to < STEPS.length ? to : null;
+    acted = false;
+    part.card.hidden = step === null;
+    if (step === null) {
+      part.open.focus();
+      return;
+    }
+    const { panel, tab } = STEPS[step];
+    if (tab) press(`#tabs [data-tab="${tab}"]`);
+    const node = document.querySelector(panel);
+    node.setAttribute("data-toured", "");
+    node.scrollIntoView({ block: "nearest" });
+    show();
+    part.card.focus();
+  };
+
+  document.querySelector("#header .tagline")?.after(part.open); // where it is in nobody's way
+  part.open.addEventListener("click", () => go(0));
+  part.next.addEventListener("click", () => go(step + 1));
+  part.close.addEventListener("click", () => go(STEPS.length));
+  part.act.addEventListener("click", () => {
+    acted = true;
+    STEPS[step].act[1]();
+    show();
+    part.next.focus();
+  });
+  element.addEventListener("keydown", ({ key }) => key === "Escape" && step !== null && go(STEPS.length));
+  onLive((message) => {
+    live = message;
+    show();
+  });
+  // What the page shows between two messages counts, too: the first words of an answer, the end of a race.
+  new MutationObserver(show).observe(root, { attributeFilter: ["data-race", "data-answering"] });
+}
