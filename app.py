@@ -50,6 +50,7 @@ def main() -> int:
             page.launch(
                 prevent_thread_lock=True,
                 ssr_mode=False,
+                mcp_server=True,
                 show_error=True,
                 max_threads=settings.max_streams,
                 theme=build_theme(),

@@ -30,7 +30,14 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
 
     @takes_sampling
     async def generate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
-        """Continue raw text. Streams the whole text so far; the last message is the whole text."""
+        """Continue raw text with this Space's language model. Streams the whole text so far; the last message is it.
+
+        Parameters:
+            prompt: The text to continue; not a question to a chat model.
+            max_new_tokens: Most tokens to write.
+            temperature: 0 for the likeliest tokens always, more for more variety.
+            seed: The same number gives the same text; left out, a new one each time.
+        """
         with refusals():
             async for generation in follow(readable(prompt, "prompt"), sampling(*values), request):
                 yield generation.text
@@ -64,7 +71,17 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
         seed: int | None = None,
         warm_up: bool = True,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Race ways of decoding, naive against cached unless others are named. The last message is the verdict."""
+        """Measure ways of decoding the same text against each other: what a key-value cache is worth on this machine.
+
+        Streams each lane's progress; the last message is the verdict, with seconds, milliseconds a token and causes.
+
+        Parameters:
+            prompt: The text that all lanes continue.
+            new_tokens: How many tokens each lane writes.
+            lanes: Two or more of naive_all, naive, by_hand, generate, cached, shared; left out, naive and cached.
+            temperature: 0 for greedy decoding.
+            warm_up: Whether each lane's first steps are tried before the race without counting.
+        """
         with refusals(), streams.place(request):
             quotas.require_some(request.session_hash)
             comparison = engine.compare(
@@ -83,9 +100,11 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
             yield comparison.result()
 
     async def stats() -> dict[str, Any]:
-        """The engine's snapshot: model, queue, cache, throughput, totals, recent steps."""
+        """What the engine is doing now: its model, who waits and runs, bytes in the cache, tokens a second, totals."""
         return engine.snapshot()
 
+    for endpoint in (details, chat):
+        vars(endpoint)["_mcp_type"] = "none"  # not tools: a model has its own words, and no use for log-probabilities
     for endpoint in (generate, details, chat, compare, stats):
         gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
 
