@@ -1,5 +1,6 @@
 """The batch over time: a bar a request in a lane of its own, and under it how many tokens a second all got."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from demo.plot import figure, label, nice_ceiling, unit
 HEIGHT = 232
 FEWEST_LANES = 6
 STRANGERS = 4
+IDLE_S = 3.0  # nothing is sampled while nothing runs, and no line is drawn across it
 BARS, SPEED = [0.34, 1.0], [0.0, 0.2]  # of the height
 NAMES = {"waiting": "waiting", "prefill": "reading its prompt", "decode": "generating"}
 
@@ -38,8 +40,12 @@ def timeline(
     count = max(FEWEST_LANES, max(lanes.values(), default=0) + 1)
     shown = [(round(time - now, 2), round(speed, 1)) for time, speed in speeds if first <= time - now <= last]
     top = nice_ceiling(1.1 * max((speed for _, speed in shown), default=10))
+    idle = [((x + later) / 2, None) for (x, _), (later, _) in itertools.pairwise(shown) if later - x > IDLE_S]
     return figure(
-        [*(_bars(phase, bars) for phase, bars in spans.items()), _speed(shown)],
+        [
+            *(_bars(phase, bars) for phase, bars in spans.items()),
+            _speed(sorted([*shown, *idle], key=lambda point: point[0])),
+        ],
         height=HEIGHT,
         x=_axis(first, last, window_s),
         y={"range": [count - 0.5, -0.5], "showgrid": False, "tickvals": [], "fixedrange": True, "domain": BARS},
@@ -70,7 +76,7 @@ def _speed_axis(top: float) -> dict[str, Any]:
     return {**plain, "domain": SPEED, "range": [0, top], "tickvals": [0, top], "fixedrange": True, "anchor": "x"}
 
 
-def _speed(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _speed(points: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "name": "speed",

@@ -110,6 +110,8 @@ def test_scrolled_back_the_timeline_shows_what_was_then():
     assert bars["decode"]["marker"]["pattern"]["shape"] == ["x", ""]
     assert [row[3] for row in bars["decode"]["customdata"]] == [1, 2]
     assert (bars["speed"]["x"], bars["speed"]["y"]) == ([-100], [20.0])
+    (*_, speed) = timeline([], [(NOW - 20, 5.0), (NOW - 10, 6.0), (NOW - 9, 7.0)], {}, NOW, 30)["data"]
+    assert speed["y"] == [5.0, None, 6.0, 7.0]
     assert figure["layout"]["xaxis"]["ticktext"] == ["−3:00 min", "−2:20 min", "−1:40 min", "−1:00 min"]
 
 

@@ -8,7 +8,7 @@ import { count, parts, say } from "./words.js";
 
 const LIVE_S = 30, KEPT_S = 600, FETCH_EVERY_MS = 5000;
 const MOST_NAMED_LANES = 12;
-const SHORTEST_NAMED_SHARE = 0.1; // of the window
+const SHORTEST_NAMED_PX = 64;
 const ENDINGS = { length: "cut at its limit", cancelled: "cancelled", eos_token: "ended by itself", stop_sequence: "ended by itself", error: "failed" };
 
 export function mount({ element }) {
@@ -26,7 +26,8 @@ export function mount({ element }) {
     offer(part.request, entries, brought);
     sayTerms(part.detail, requests.has(part.request.value) ? story(requests.get(part.request.value), brought) : legend);
     const anybody = data.some((trace) => trace.type === "bar" && trace.y.length);
-    figure.update(anybody ? { data, layout: { ...layout, annotations: [...layout.annotations, ...names(data, layout, brought)] } } : null);
+    const named = names(data, layout, brought, part.figure.clientWidth);
+    figure.update(anybody ? { data, layout: { ...layout, annotations: [...layout.annotations, ...named] } } : null);
   };
   const fetchPast = async () => {
     fetched = performance.now();
@@ -94,7 +95,7 @@ function story(entry, brought) {
 }
 
 /** A name at the start of each bar that has one, while the bars are thick enough to read it. */
-function names(data, layout, brought) {
+function names(data, layout, brought, width) {
   if (layout.yaxis.range[0] > MOST_NAMED_LANES) return [];
   const [first, last] = layout.xaxis.range;
   const bars = data.find((trace) => trace.name === "decode");
@@ -102,7 +103,7 @@ function names(data, layout, brought) {
     const [client] = bars.customdata[bar];
     const yours = client === you.client;
     const text = yours ? "you" : brought.has(client) ? "brought" : "";
-    if (!text || bars.x[bar] < SHORTEST_NAMED_SHARE * (last - first)) return [];
+    if (!text || (bars.x[bar] * width) / (last - first) < SHORTEST_NAMED_PX) return [];
     return { text, x: bars.base[bar], y: lane, xanchor: "left", xshift: 4, showarrow: false,
       font: { color: yours ? "var(--on-you)" : "var(--on-bar)", size: 12 } };
   });

@@ -29,7 +29,7 @@ export function mount({ element }) {
 /** The same bytes cut otherwise: by layer, by kind; what nobody's tokens fill; what was saved. */
 function split({ model, padding_bytes: padding, reused_tokens: reused }, used) {
   const said = used ? [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`] : [];
-  if (padding) said.push(`each step reads ${megabytes(padding)} of padding, where rows are shorter than the longest`);
+  if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
   if (reused) said.push(`beginnings that were kept saved reading ${count(reused)} tokens so far`);
   return said.length ? `${said.join("; ")}.` : "";
 }

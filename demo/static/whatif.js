@@ -67,7 +67,7 @@ export class WhatIf {
           text("bytes, by tokens of all sequences together", { xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "left", yshift: 4 }),
           ...CARDS.map(({ name, bytes: y }, index) => text(name, { xref: "paper", x: 0, y: Math.log10(y), xanchor: "left", xshift: index % 2 ? 124 : 4, yshift: -2 })),
           text(shape.name, { x: Math.log10(tokens * rows), y: Math.log10(total), xanchor: "right", xshift: -8, font: { color: "var(--ink)", size: 12 } }),
-          text("this engine: formula, and measured", { x: Math.log10(most), y: Math.log10(ours.at(-1)), xanchor: "right", yanchor: "top", yshift: -20, font: { color: "var(--cached)", size: 12 } }),
+          text("dashed: this engine · dots: measured here", { xref: "paper", yref: "paper", x: 1, y: 0, xanchor: "right", yshift: 2, font: { color: "var(--cached)", size: 12 } }),
         ],
       },
     };
