@@ -56,14 +56,13 @@ class Race:
 
     def idle(self) -> dict[str, Any]:
         """The panel before the first race."""
-        lanes = [{"name": name, "tokens": 0, "target": 1, "text": "", **words(name)} for name in FIELDS["race_lanes"]]
-        return {"state": "idle", "lanes": lanes, "caption": "for those who do not believe it"}
+        return {"state": "idle", "lanes": blank(FIELDS["race_lanes"]), "caption": "for those who do not believe it"}
 
     async def start(self, request: gr.Request, *fields: Any) -> AsyncIterator[dict[str, Any]]:
         """Run one race and show it as it goes."""
         asked = dict(zip(FIELDS, fields, strict=True))
         shown = {"settings": asked, "caption": caption(asked), "prompt": self.prompts.get(asked["race_prompt"])}
-        yield {"state": "waiting", "lanes": [], **shown}
+        yield {"state": "waiting", "lanes": blank(asked["race_lanes"]), **shown}
         try:
             self._quotas.require_some(request.session_hash)
             with self._streams.place(request):
@@ -134,6 +133,12 @@ def from_address(query: Mapping[str, str], prompts: list[str]) -> dict[str, Any]
     for name, allowed in choices.items():
         found[name] = query[name] if query.get(name) in allowed else None
     return found
+
+
+def blank(names: list[str]) -> list[dict[str, Any]]:
+    """Lanes that have not begun, in the order of `LANES`."""
+    chosen = [name for name in LANES if name in names]
+    return [{"name": name, "tokens": 0, "target": 1, "text": "", **words(name)} for name in chosen]
 
 
 def progress(comparison: Comparison) -> dict[str, Any]:

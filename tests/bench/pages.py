@@ -27,11 +27,13 @@ ROUND_TOKENS = 64
 IDLE_S = 20
 
 
-def decode_round(app: RunningApp, pages: int) -> float:
-    """Tokens a second of sixteen streams while that many pages watch."""
+def decode_round(app: RunningApp, pages: int) -> tuple[float, float]:
+    """Tokens a second of sixteen streams while that many pages watch, and the cores that the web server uses."""
     stop = threading.Event()
     watchers = threading.Thread(target=lambda: asyncio.run(watch(app, pages, 1.0, stop)))
     watchers.start()
+    server = psutil.Process(app.process.pid)
+    used = sum(server.cpu_times()[:2])
     before, started = app.stats()["totals"]["tokens"], time.perf_counter()
     readers = [threading.Thread(target=read_one, args=(app, seed)) for seed in range(STREAMS)]
     for reader in readers:
@@ -39,9 +41,10 @@ def decode_round(app: RunningApp, pages: int) -> float:
     for reader in readers:
         reader.join()
     elapsed = time.perf_counter() - started
+    used = sum(server.cpu_times()[:2]) - used
     stop.set()
     watchers.join()
-    return (app.stats()["totals"]["tokens"] - before) / elapsed
+    return (app.stats()["totals"]["tokens"] - before) / elapsed, used / elapsed
 
 
 def read_one(app: RunningApp, seed: int) -> None:
@@ -91,9 +94,10 @@ def main() -> None:
         decode_round(app, 0)
         rounds = [(decode_round(app, 0), decode_round(app, arguments.pages)) for _ in range(arguments.rounds)]
         idle = {pages: idle_cores(app, pages) for pages in (0, 1, arguments.pages)}
-    for alone, watched in rounds:
+    for (alone, base), (watched, cores) in rounds:
         print(f"{alone:6.1f} tokens/s alone, {watched:6.1f} with {arguments.pages} pages: {watched / alone:.2f}")
-    print(f"median ratio {statistics.median(watched / alone for alone, watched in rounds):.2f}")
+        print(f"  web server: {base:.2f} of a core for the streams, {cores - base:+.2f} for the pages")
+    print(f"median ratio {statistics.median(watched / alone for (alone, _), (watched, _) in rounds):.2f}")
     for pages, cores in idle.items():
         print(f"idle with {pages} pages: {cores:.3f} of a core")
     print(json.dumps({"rounds": rounds, "idle_cores": idle}))
