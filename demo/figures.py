@@ -17,6 +17,7 @@ from demo.timeline import stranger
 
 FEWEST_MB = 8
 EDGE_S = 0.01
+SAME_PLACE = 0.35
 MS_AT = "%{y:.0f} ms at %{x} tokens"
 
 
@@ -29,7 +30,8 @@ def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Poin
         labels.append(line_label("without the cache", naive, x_top, "var(--naive)", "bottom"))
     if cached:
         labels.append(line_label("with the cache", cached, x_top, "var(--cached)", "top"))
-    if shared and others:
+    # Two names on one place cannot be read; of the shared step the line under the pointer tells as well.
+    if shared and others and not (naive and abs(shared[-1][1] - naive[-1][1]) < SAME_PLACE * naive[-1][1]):
         name = f"step shared with {others} other{'s' if others > 1 else ''}"
         labels.append(line_label(name, shared, x_top, "var(--muted)", "bottom"))
     traces = [
