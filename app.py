@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from demo.live import Live
 from demo.page import HEAD, build_page
+from demo.prompts import public_prompts
 from demo.quota import Quotas
 from demo.settings import load_settings
 from demo.theme import build_theme
@@ -41,7 +42,7 @@ def main() -> int:
     except LoadingError as error:
         print(error, file=sys.stderr)
         return 1
-    with Engine(config, host) as engine:
+    with Engine(config, host, public_prompts()) as engine:
         quotas = Quotas() if isinstance(host, str) else host.quotas
         visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors, quotas)
         answers = Answers(engine)

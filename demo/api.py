@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import SYSTEM_PROMPT
+from demo.prompts import SYSTEM_PROMPT
 from demo.quota import Quotas
 from demo.race import progress
 from demo.refusals import readable, refusals, require

@@ -19,7 +19,6 @@ from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
 from engine import Engine, Generation, GenerationError, SamplingParams
 
-SYSTEM_PROMPT = "You are a helpful assistant. Answer in plain, short sentences."
 SPEED_EVERY_S = 1.0
 # The fields of Settings after the system prompt, in their order.
 SETTINGS = (

@@ -89,13 +89,8 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     # Stacked areas need the same places on the axis: every sample, and the edges of every request's life.
     places = sorted({e["time"] - now for e in history} | {x for life in lives.values() for x, _ in life})
     traces = [
-        _area(
-            places,
-            [(entry["time"] - now, entry["retained_bytes"] / 1e6) for entry in history],
-            "kept for the next turn: %{y:.1f} MB<extra></extra>",
-            line={"color": "var(--muted)", "width": 0},
-            fillpattern={"shape": "/", "fgcolor": "var(--muted)", "bgcolor": "var(--soft)", "size": 6},
-        )
+        _kept(places, history, now, "public_bytes", "public beginnings, for everybody", "."),
+        _kept(places, history, now, "retained_bytes", "kept for the next turn", "/"),
     ]
     for request, life in lives.items():
         color = f"var(--{stranger(int(request))})"
@@ -110,7 +105,7 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
             )
         )
     reserved = max(entry["allocated_bytes"] for entry in history) / 1e6
-    used = max((sum(entry["used"].values()) + entry["retained_bytes"]) / 1e6 for entry in history)
+    used = max((sum(entry["used"].values()) + _kept_bytes(entry)) / 1e6 for entry in history)
     traces.append(
         {
             "type": "scatter",
@@ -123,10 +118,7 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     )
     shown = reserved <= 4 * max(used, FEWEST_MB)
     top = nice_ceiling(1.1 * max(used, reserved if shown else 0, FEWEST_MB))
-    kept = history[-1]["retained_bytes"] / 1e6
-    labels = [unit("MB")]
-    if kept > 0.12 * top:
-        labels.append(label("kept for next turns", 0, 0, "var(--muted)", bgcolor="var(--card)", xshift=-4, yshift=4))
+    labels = [unit("MB"), *_names_of_kept(history[-1], top)]
     name = "reserved" if shown else f"↑ {reserved:,.0f} MB reserved"
     y, shift = (reserved, 2) if shown else (top, -16)
     return figure(
@@ -138,13 +130,46 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
     )
 
 
+def _kept(places: Sequence[float], history: Sequence[dict], now: float, part: str, name: str, shape: str) -> dict:
+    """Bytes that wait for somebody to go on from them."""
+    return _area(
+        places,
+        [(entry["time"] - now, entry[part] / 1e6) for entry in history],
+        f"{name}: %{{y:.1f}} MB<extra></extra>",
+        line={"color": "var(--muted)", "width": 0},
+        fillpattern={"shape": shape, "fgcolor": "var(--muted)", "bgcolor": "var(--soft)", "size": 6},
+    )
+
+
+def _kept_bytes(entry: dict[str, Any]) -> int:
+    return entry["public_bytes"] + entry["retained_bytes"]
+
+
+def _names_of_kept(last: dict[str, Any], top: float) -> list[dict[str, Any]]:
+    """Of each kind of kept bytes, where it is high enough now to be named."""
+    heights = {"public": last["public_bytes"] / 1e6, "kept for next turns": last["retained_bytes"] / 1e6}
+    base, names = 0.0, []
+    for name, height in heights.items():
+        if height > 0.12 * top:
+            names.append(label(name, 0, base, "var(--muted)", bgcolor="var(--card)", xshift=-4, yshift=4))
+        base += height
+    return names
+
+
 def _present(snapshot: dict[str, Any]) -> dict[str, Any]:
     slots = [slot for slot in snapshot["cache"]["slots"] if slot["tokens"]]
     size = (snapshot["model"] or {}).get("bytes_per_token", 0)
     used = {str(s["request"]): s["tokens"] * size for s in slots if s["state"] in ("running", "prefilling")}
     kept = sum(slot["tokens"] * size for slot in slots if slot["state"] == "retained")
     reserved = snapshot["cache"]["allocated_bytes"]
-    return {"time": snapshot["time"], "used": used, "retained_bytes": kept, "allocated_bytes": reserved}
+    public = snapshot["cache"]["public_tokens"] * size
+    return {
+        "time": snapshot["time"],
+        "used": used,
+        "retained_bytes": kept,
+        "public_bytes": public,
+        "allocated_bytes": reserved,
+    }
 
 
 def _life(history: Sequence[dict[str, Any]], request: str, now: float) -> list[Point]:

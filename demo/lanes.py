@@ -1,5 +1,6 @@
 """Where each request is drawn: a lane of its own, for its whole life."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -30,9 +31,11 @@ def assign_lanes(
 
 
 def phases(entry: dict[str, Any], now: float) -> list[tuple[str, float, float]]:
-    """The spans of a request's life so far: (waiting, prefill or decode, start, end)."""
+    """The spans of a request's life so far: (waiting, prefill or decode, start, end); one a chunk of the prompt."""
     end = entry["ended"] or now
     prefill = entry["prefill"] or end
     decode = entry["decode"] or end
-    spans = [("waiting", entry["queued"], prefill), ("prefill", prefill, decode), ("decode", decode, end)]
+    edges = sorted({prefill, *(start for start, _ in entry["chunks"] if prefill < start < decode), decode})
+    chunks = [("prefill", start, stop) for start, stop in itertools.pairwise(edges)]
+    spans = [("waiting", entry["queued"], prefill), *chunks, ("decode", decode, end)]
     return [(phase, start, stop) for phase, start, stop in spans if stop > start]

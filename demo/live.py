@@ -13,6 +13,7 @@ from demo.visitors import Visitors
 from engine import Engine
 
 BUILD_EVERY_S = 0.9
+SHOWN_OF_SLOTS = ("client", "tokens", "reused_tokens", "public_tokens")
 
 
 class Live:
@@ -37,7 +38,7 @@ class Live:
         """The batch as it was, for whoever scrolls back."""
         past, now = self._engine.timeline(window_s, back_s), time.time()
         lanes = assign_lanes(past["requests"], {}, now - back_s, window_s)
-        drawn = timeline(past["requests"], past["speeds"], lanes, now, window_s, back_s)
+        drawn = timeline(past["requests"], past["speeds"], lanes, now, window_s, back_s, past["steps"])
         return {"figure": drawn, "requests": past["requests"]}
 
     def _build(self, snapshot: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class Live:
             "tokens_per_second": snapshot["throughput"]["tokens_per_second"],
             "active": bool(queue["running"] or queue["waiting"] or snapshot["races"]["running"]),
             "brought": self._visitors.clients,
-            "slots": [{"client": slot["client"], "tokens": slot["tokens"]} for slot in slots],
+            "slots": [{name: slot[name] for name in SHOWN_OF_SLOTS} for slot in slots],
             "kept_bytes": kept,
             "reserved_bytes": snapshot["cache"]["allocated_bytes"],
             "reserved_tokens": snapshot["cache"]["allocated_tokens"],
@@ -70,7 +71,9 @@ class Live:
             },
             "requests": [entry for entry in snapshot["requests"] if entry["request"] in self._lanes],
             "padding_bytes": snapshot["cache"]["padding_tokens"] * size,
+            "public_bytes": snapshot["cache"]["public_tokens"] * size,
             "reused_tokens": snapshot["totals"]["reused_tokens"],
+            "public_tokens": snapshot["totals"]["public_tokens"],
             "measured": len(probes),
             "last_probe": probes[-1] if probes else None,
         }

@@ -7,12 +7,12 @@ from typing import Any
 import gradio as gr
 
 from demo.api import Page, add_api
-from demo.chat import SYSTEM_PROMPT, Chat, Visit
+from demo.chat import Chat, Visit
 from demo.forum import QUESTION, Forum
 from demo.forum import shown as forum_value
 from demo.lease import price
 from demo.panel import panel
-from demo.prompts import EXAMPLE_QUESTION, EXAMPLE_SCHEMA, STARTERS, race_prompts
+from demo.prompts import EXAMPLE_QUESTION, EXAMPLE_SCHEMA, STARTERS, SYSTEM_PROMPT, race_prompts
 from demo.quota import Quotas
 from demo.race import CHOICES, COLD, FASTEST_FIRST, FIELDS, SLOWEST_FIRST, TOKENS, WARM, Race
 from demo.race_figures import TITLES

@@ -9,9 +9,11 @@ STATIC = Path(__file__).parent / "static"
 
 # The markup never depends on the value. Gradio therefore leaves the nodes alone when a value arrives
 # (figures keep their zoom), and no text of a visitor or a model passes through its template
-# language, which would run `${...}` as script.
+# language, which would run `${...}` as script. In Gradio's web component the address of the page is
+# somebody else's.
 _ON_LOAD = """
-import(new URL('kvscope/%s.js', document.baseURI)).then(
+const page = document.querySelector('gradio-app[src]')?.getAttribute('src') ?? document.baseURI;
+import(new URL('kvscope/%s.js', page)).then(
   (panel) => panel.mount({ element, props, watch, trigger, events: [%s] }));
 """
 

@@ -4,6 +4,8 @@ from demo.panel import STATIC
 
 TWO_CLOCKS = (STATIC / "two_clocks.txt").read_text(encoding="utf-8")
 
+SYSTEM_PROMPT = "You are a helpful assistant. Answer in plain, short sentences."
+
 STARTERS = {
     "Why a cache?": "Why does a language model need a KV cache? Explain it to a curious child.",
     "A 400-word story": "Continue this story in about 400 words: The lighthouse stood at the edge of the "
@@ -46,6 +48,13 @@ VISITORS = (
     "Why is the sky dark at night?",
     "Write a dialogue between the moon and a street lamp.",
 )
+
+
+def public_prompts() -> list[list[dict[str, str]]]:
+    """The chats that a press of a button begins: whoever comes first computes them for everybody."""
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    starters = [[system, {"role": "user", "content": text}] for text in STARTERS.values()]
+    return starters + [[{"role": "user", "content": text}] for text in VISITORS]
 
 
 def race_prompts(max_race_tokens: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gradio
 import plotly
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,7 @@ from engine import Engine
 from engine.telemetry import TIMELINE_S
 
 PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+WEB_COMPONENT_JS = Path(gradio.__file__).parent / "templates" / "frontend" / "gradio.js"
 A_WEEK = {"Cache-Control": "public, max-age=604800"}
 
 
@@ -56,12 +58,17 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
     async def plotly_js(_: Request) -> Response:
         return FileResponse(PLOTLY_JS, media_type="text/javascript", headers=A_WEEK)
 
+    async def web_component_js(_: Request) -> Response:
+        # Imports Gradio's own `/assets`, so that a page with a `gradio-app` in it needs no other host.
+        return FileResponse(WEB_COMPONENT_JS, media_type="text/javascript")
+
     routes = [
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/kvscope/live", live_message),
         Route("/kvscope/timeline", timeline),
         Route("/kvscope/tokens", tokens),
+        Route("/gradio.js", web_component_js),
         Route("/kvscope/plotly.min.js", plotly_js),
         Mount("/kvscope", StaticFiles(directory=STATIC)),
     ]

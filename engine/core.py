@@ -14,6 +14,7 @@ from engine.grammar import GrammarError, Grammars
 from engine.kv_cache import KVCache
 from engine.lanes import LaneFailed
 from engine.processors import Row
+from engine.public import PublicPrefixes
 from engine.race import Race, probe
 from engine.runner import ModelRunner
 from engine.sampler import choose
@@ -41,6 +42,7 @@ class EngineCore:
         slots, positions = (2, 128) if runner.device.type == "cpu" else self._largest_shape()
         cache = KVCache(runner.layer_shapes, slots, positions)
         self.scheduler = Scheduler(cache, config.max_batch_size, config.cache_tokens)
+        self.public = PublicPrefixes(cache)
         self.race: Race | None = None
         self.waiting_races: deque[StartRace] = deque()
         # Milliseconds of exclusive measuring that the shared batch's own work has paid for.
@@ -116,12 +118,15 @@ class EngineCore:
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, report: StepReport) -> tuple[torch.Tensor, int]:
         """Up to `budget` tokens of one sequence: logits `[vocabulary]` after the last, and how many there were."""
-        start = sequence.cached_tokens
         # A sequence that is resumed has delivered its prompt's log-probabilities before.
         scored = sequence.params.prompt_logprobs and not sequence.output_ids
+        if not scored:
+            self.public.lend(sequence)
+        start = sequence.cached_tokens
         chunk = sequence.token_ids[start : start + (min(budget, MOST_SCORED_TOKENS) if scored else budget)]
         logits = self.runner.prefill(self.cache, sequence.slot, start, chunk, every=scored)
         sequence.cached_tokens += len(chunk)
+        self.public.keep(sequence)
         if scored:
             self._score_prompt(sequence, start, logits, report)
             logits = logits[-1]
@@ -250,13 +255,24 @@ class EngineCore:
         share = self.probe_share
         self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
         self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
-        report.allocated_bytes, report.allocated_tokens = self.cache.allocated_bytes, self.cache.allocated_tokens
+        report.public_tokens = self.public.tokens
+        report.allocated_tokens = self.cache.allocated_tokens + self.public.tokens
+        report.allocated_bytes = self.cache.allocated_bytes + self.public.nbytes
         report.padding_tokens = self._padding_tokens
         report.slots = self._slot_states()
 
     def _slot_states(self) -> list[SlotState]:
         live = [
-            SlotState(s.slot, state, s.request_id, s.client, s.cached_tokens, len(s.prompt_ids), s.reused_tokens)
+            SlotState(
+                s.slot,
+                state,
+                s.request_id,
+                s.client,
+                s.cached_tokens,
+                len(s.prompt_ids),
+                s.reused_tokens,
+                s.public_tokens,
+            )
             for state, group in (("running", self.scheduler.running), ("prefilling", self.scheduler.prefilling))
             for s in group
         ]

@@ -44,14 +44,18 @@ class Engine:
     """One model, one shared batch. Thread-safe; `snapshot()` says what it is doing.
 
     The constructor returns at once and the worker loads in the background; `from_pretrained` waits. `host` says where
-    workers run: "process" or "thread", or a `LeaseHost`, whose model is loaded already.
+    workers run: "process" or "thread", or a `LeaseHost`, whose model is loaded already. `public` prompts are nobody's
+    secret: what one client's request computes of their beginnings, it computes for all.
     """
 
-    def __init__(self, config: EngineConfig | None = None, host: str | LeaseHost = "process"):
+    def __init__(
+        self, config: EngineConfig | None = None, host: str | LeaseHost = "process", public: SequenceOf[Prompt] = ()
+    ):
         self.config = config or load_config()
         self.telemetry = Telemetry()
         self.facts: dict[str, Any] = {}  # the snapshot's `model`, once it is loaded
         self.prompts: PromptEncoder | None = None
+        self._public = public
         self._eos_token_ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._requests = Requests(self.telemetry)
@@ -179,9 +183,8 @@ class Engine:
             races = len(self._requests.comparisons)
             if races >= MAX_RACES:
                 rows, speed = self.config.max_batch_size, self.telemetry.last_speed
-                raise EngineBusy(
-                    races, line.seconds_until_served(self._unfinished(), rows, speed) + RACE_GUESS_S * races
-                )
+                served_s = line.seconds_until_served(self._unfinished(), rows, speed)
+                raise EngineBusy(races, served_s + RACE_GUESS_S * races)
             drawn = secrets.randbelow(MAX_SEED) if seed is None else seed
             start = StartRace(next(self._ids), ids, new_tokens, tuple(lanes), params, drawn, warm_up)
             filling = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in lanes]
@@ -241,7 +244,7 @@ class Engine:
             return self._snapshot
 
     def timeline(self, window_s: float, back_s: float) -> dict[str, Any]:
-        """Requests and tokens a second over `window_s` seconds until `back_s` seconds ago; ten minutes are kept."""
+        """The `window_s` seconds until `back_s` seconds ago: requests, speeds and, of at most ten seconds, steps."""
         with self._lock:
             until = time.time() - back_s
             return self.telemetry.timeline(until - window_s, until, self._unfinished())
@@ -324,6 +327,7 @@ class Engine:
                 self._stop(str(error))
                 return
             self.prompts = PromptEncoder(tokenizer, ready.facts["vocabulary"], ready.facts["context"])
+            self._workers.publish(self.prompts.encode_all(self._public))
         self.facts = {**ready.facts, "chat_template": self.prompts.has_chat_template}
         self._requests.model_name = self.facts["name"]
         self._loading, self._state = None, "ready"

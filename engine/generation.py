@@ -111,7 +111,7 @@ class Generation:
         self.prompt_tokens = len(sequence.prompt_ids)
         self.state = "waiting"
         self.prefilled = 0
-        self.reused_tokens = 0
+        self.reused_tokens = self.public_tokens = 0
         self.shared_with = 0
         self.resumed = False  # in another worker, because the first one died
         self.handovers = 0  # to another lease, because the time of the one before was up
@@ -122,6 +122,7 @@ class Generation:
         self.probes: list[Probe] = []
         self.prompt_logprobs: list[float | None] | None = None
         self.times = Lifeline()
+        self.chunks: list[tuple[float, int]] = []  # of the prompt: Unix time of the step, tokens that it read
         self.trace: Any = None  # the caller's, if it is in one
         self._detokenizer = detokenizer
         self._engine = engine
@@ -213,6 +214,8 @@ class Generation:
             "ended": times.ended,
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
+            "public_tokens": self.public_tokens,
+            "chunks": self.chunks,
             "tokens": len(self.events),
             "finish_reason": self.finish_reason,
         }
@@ -222,8 +225,12 @@ class Generation:
     def _seated(self, slot: SlotState, record: StepRecord) -> None:
         if self.times.prefill is None:
             self.times.prefill = record.time
-            self.reused_tokens = slot.reused_tokens
+        if not (self.events or self.handovers or self.resumed):  # what is its own again was not saved
+            self.reused_tokens, self.public_tokens = slot.reused_tokens, slot.public_tokens
         self.state = "prefill" if slot.state == "prefilling" else "decode"
+        read = min(slot.tokens, self.prompt_tokens) - max(self.prefilled, self.reused_tokens)
+        if read > 0 and not self.events:
+            self.chunks.append((record.time, read))
         self.prefilled = min(slot.tokens, self.prompt_tokens)
         if slot.state == "running":
             self.shared_with = max(self.shared_with, record.batch_size - 1)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+# A layer's keys and values of some tokens, each `[kv_heads, tokens, dim]`; one pair a layer.
+States = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -79,6 +82,19 @@ class KVCache:
         """Zero a slot. Masks do not stop a NaN (0 × NaN is NaN), so a spoilt slot must not be handed on as it is."""
         for pool in (*self.keys, *self.values):
             pool[slot].zero_()
+
+    def read(self, slot: int, tokens: int) -> States:
+        """A copy of what a slot holds for its first `tokens` tokens."""
+        pools = zip(self.keys, self.values, strict=True)
+        return [(keys[slot, :, :tokens].clone(), values[slot, :, :tokens].clone()) for keys, values in pools]
+
+    def write(self, slot: int, token_ids: list[int], states: States) -> None:
+        """Begin a slot with `token_ids`, of which `states` holds the keys and values, and maybe those of more."""
+        tokens = len(token_ids)
+        self.token_ids[slot, :tokens] = torch.tensor(token_ids, device=self.token_ids.device)
+        for pool, copies in zip(zip(self.keys, self.values, strict=True), states, strict=True):
+            for tensor, copy in zip(pool, copies, strict=True):
+                tensor[slot, :, :tokens] = copy[:, :tokens]
 
     def prefill_view(self, slot: int, start: int, token_ids: torch.Tensor) -> Cache:
         """A cache through which a forward of `token_ids` `[n]` appends to `slot` at position `start`."""

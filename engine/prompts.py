@@ -4,6 +4,7 @@ Base models come without a template. A chat with one is written out as a plain d
 continue; `has_chat_template` says which of the two it is.
 """
 
+import contextlib
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -43,6 +44,14 @@ class PromptEncoder:
         if not ids:
             raise ValueError("prompt must not be empty")
         return ids[-truncate:] if truncate else ids
+
+    def encode_all(self, prompts: SequenceOf[Prompt]) -> list[list[int]]:
+        """Token ids of each prompt, without those that this model does not take."""
+        encoded = []
+        for prompt in prompts:
+            with contextlib.suppress(ValueError):
+                encoded.append(self.encode(prompt))
+        return encoded
 
     @property
     def has_chat_template(self) -> bool:

@@ -4,16 +4,15 @@ The slots lie in this order: running sequences at `0..B-1` (a decode step is a v
 then prefilling ones, retained prefixes and free slots in any order.
 """
 
-import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from engine.kv_cache import KVCache
+from engine.public import MIN_REUSED_TOKENS, common_prefix
 from engine.sequence import Sequence
 
 POSITION_STEP = 64
-MIN_REUSED_TOKENS = 16
 
 
 @dataclass(eq=False)
@@ -129,7 +128,8 @@ class Scheduler:
             slot = self._empty_slot()
         else:
             del self.retained[slot]
-        sequence.slot, sequence.cached_tokens, sequence.reused_tokens = slot, reused, reused
+        sequence.slot, sequence.cached_tokens = slot, reused
+        sequence.reused_tokens, sequence.public_tokens = reused, 0
 
     def _reusable(self, sequence: Sequence) -> tuple[int | None, int]:
         """The slot whose retained tokens share the longest beginning with the sequence, and how long that is.
@@ -142,7 +142,7 @@ class Scheduler:
             return None, 0
         ids = sequence.token_ids[:-1]
         own = [(slot, kept) for slot, kept in self.retained.items() if kept.may_serve(sequence)]
-        lengths = {slot: _common_prefix(ids, kept.token_ids) for slot, kept in own}
+        lengths = {slot: common_prefix(ids, kept.token_ids) for slot, kept in own}
         best = max(lengths, key=lambda slot: lengths[slot], default=None)
         if best is None or lengths[best] < MIN_REUSED_TOKENS:
             return None, 0
@@ -177,11 +177,6 @@ class Scheduler:
         if slot in by_slot:
             return by_slot[slot].cached_tokens
         return len(self.retained[slot].token_ids) if slot in self.retained else 0
-
-
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return sum(1 for _ in pairs)
 
 
 def _round_up(value: int, step: int) -> int:

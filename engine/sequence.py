@@ -23,7 +23,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     slot: int = -1  # none yet
     cached_tokens: int = 0  # leading tokens whose keys and values are in the slot
-    reused_tokens: int = 0  # of those, taken over from an earlier sequence of the same client
+    reused_tokens: int = 0  # of those, not computed for it but taken over
+    public_tokens: int = 0  # of the reused ones, from a public beginning; the rest from its client's earlier sequence
     probed_at: int = 0  # length at which naive decoding was last measured
     prompt_logprobs: list[float | None] = field(default_factory=list)  # as far as asked for and computed
     matcher: Matcher | None = None  # how far the answer has come in its grammar; made in the worker

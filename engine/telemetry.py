@@ -7,9 +7,9 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.generation import Generation
-from engine.wire import Probe, SlotState, StepReport
+from engine.wire import Probe, SlotState, StepRecord, StepReport
 
-HISTORY_S, TIMELINE_S = 60.0, 600.0
+HISTORY_S, TIMELINE_S, STEPS_S = 60.0, 600.0, 10.0
 MOST_REQUESTS = 4000
 SAMPLE_EVERY_S = 0.5
 SPEED_OVER_S = 5.0
@@ -20,16 +20,18 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.steps: deque[dict] = deque(maxlen=64)
+        self.turns: deque[StepRecord] = deque()  # the same, for as long as the timeline reaches back
         self.history: deque[dict] = deque()
         self.ended: deque[dict] = deque(maxlen=MOST_REQUESTS)  # spans of finished requests
         self.speeds: deque[tuple[float, float]] = deque()  # once a second: Unix time, tokens a second
         self.probes: deque[Probe] = deque(maxlen=200)
         self.slots: list[SlotState] = []
-        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = 0
+        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = self.public_tokens = 0
         self.peak_batch_size = 0
         self.total_requests = 0
         self.total_tokens = 0
-        self.total_reused_tokens = 0  # of prompts, which a retained beginning saved from being read again
+        self.total_reused_tokens = 0  # of prompts, whose beginnings somebody had computed before
+        self.total_public_tokens = 0  # of those, from public beginnings
         self.last_speed = 0.0  # tokens a second when last anything ran
         self._emitted: deque[tuple[float, int]] = deque()
 
@@ -38,26 +40,29 @@ class Telemetry:
         now, record = time.time(), report.record
         self.slots = report.slots
         self.allocated_bytes, self.allocated_tokens = report.allocated_bytes, report.allocated_tokens
-        self.padding_tokens = report.padding_tokens
+        self.padding_tokens, self.public_tokens = report.padding_tokens, report.public_tokens
         self.probes.extend(report.probes)
         self.total_tokens += delivered
         self._emitted.append((now, delivered))
         if record.batch_size or record.prefill_tokens:
             self.peak_batch_size = max(self.peak_batch_size, record.batch_size)
             self.steps.append(asdict(record))
+            self.turns.append(record)
             self.last_speed = self.tokens_per_second(now) or self.last_speed
         live = [slot for slot in report.slots if slot.state != "retained"]
-        if not live or not self.history or now - self.history[-1]["time"] >= SAMPLE_EVERY_S:
+        last = self.history[-1] if self.history else None
+        if not live or not last or not last["used"] or now - last["time"] >= SAMPLE_EVERY_S:
             self._sample(now, live, waiting, bytes_per_token)
 
     def record_end(self, span: dict) -> None:
         self.ended.append(span)
         self.total_reused_tokens += span["reused_tokens"]
+        self.total_public_tokens += span["public_tokens"]
 
     def worker_lost(self) -> None:
         """The cache is gone with the worker."""
         self.slots = []
-        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = 0
+        self.allocated_bytes = self.allocated_tokens = self.padding_tokens = self.public_tokens = 0
         if self.history:
             self._sample(time.time(), [], self.history[-1]["waiting"], 0)
 
@@ -74,15 +79,19 @@ class Telemetry:
             self.history.popleft()
         while self.ended and self.ended[0]["ended"] < now - TIMELINE_S:
             self.ended.popleft()
+        while self.turns and self.turns[0].time < now - TIMELINE_S:
+            self.turns.popleft()
         while self.speeds and self.speeds[0][0] < now - TIMELINE_S:
             self.speeds.popleft()
 
     def timeline(self, since: float, until: float, generations: list[Generation]) -> dict[str, Any]:
-        """Requests and tokens a second between two moments, in Unix seconds."""
+        """Requests and tokens a second between two moments, in Unix seconds; for a short while each step, too."""
         spans = [*self.ended, *(generation.span() for generation in generations)]
         shown = [s for s in spans if s["queued"] < until and (s["ended"] is None or s["ended"] > since)]
         speeds = [point for point in self.speeds if since <= point[0] <= until]
-        return {"requests": sorted(shown, key=lambda span: span["queued"]), "speeds": speeds}
+        near = until - since <= STEPS_S
+        steps = [asdict(turn) for turn in self.turns if since <= turn.time <= until] if near else []
+        return {"requests": sorted(shown, key=lambda span: span["queued"]), "speeds": speeds, "steps": steps}
 
     def snapshot(
         self, now: float, generations: list[Generation], config: EngineConfig, bytes_per_token: int
@@ -102,6 +111,7 @@ class Telemetry:
                 "allocated_bytes": self.allocated_bytes,
                 "allocated_tokens": self.allocated_tokens,
                 "padding_tokens": self.padding_tokens,
+                "public_tokens": self.public_tokens,
                 "used_bytes": bytes_per_token * sum(slot.tokens for slot in live),
                 "slots": [_slot(slot) for slot in sorted(self.slots, key=lambda slot: slot.slot)],
             },
@@ -110,6 +120,7 @@ class Telemetry:
                 "requests": self.total_requests,
                 "tokens": self.total_tokens,
                 "reused_tokens": self.total_reused_tokens,
+                "public_tokens": self.total_public_tokens,
             },
             "steps": list(self.steps),
             "requests": self.timeline(now - HISTORY_S, now + 1, generations)["requests"],
@@ -130,6 +141,7 @@ class Telemetry:
                 "tokens_per_second": self.tokens_per_second(now),
                 "used": {str(slot.request_id): slot.tokens * bytes_per_token for slot in live},
                 "retained_bytes": retained * bytes_per_token,
+                "public_bytes": self.public_tokens * bytes_per_token,
             }
         )
         self.forget_old(now)
@@ -143,4 +155,6 @@ def _slot(slot: SlotState) -> dict[str, Any]:
         "request": slot.request_id,
         "tokens": slot.tokens,
         "prompt_tokens": slot.prompt_tokens,
+        "reused_tokens": slot.reused_tokens,
+        "public_tokens": slot.public_tokens,
     }

@@ -20,6 +20,13 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Publish:
+    """Prompts whose beginnings anybody may take over from whoever computed them."""
+
+    prompts: list[list[int]]
+
+
+@dataclass(frozen=True)
 class Cancel:
     """End a sequence or a race, wherever it is; unknown ids are ignored (it may have ended already)."""
 
@@ -116,6 +123,7 @@ class SlotState:
     tokens: int
     prompt_tokens: int
     reused_tokens: int = 0
+    public_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,4 +178,5 @@ class StepReport:
     slots: list[SlotState] = field(default_factory=list)
     allocated_bytes: int = 0
     allocated_tokens: int = 0
+    public_tokens: int = 0  # kept of public beginnings, beside the slots, and part of what is allocated
     padding_tokens: int = 0  # positions that the decode step read beyond its rows' own

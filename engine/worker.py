@@ -24,7 +24,7 @@ from engine.loading import load_model, make_runner, resolve
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.tokenizer import eos_token_ids
-from engine.wire import Cancel, Loading, LoadingFailed, Ready, Shutdown, StartRace, Submit
+from engine.wire import Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
 
 
 def serve(connection: Connection, config: EngineConfig) -> None:
@@ -82,6 +82,8 @@ def _handle(core: EngineCore, message: object) -> None:
     match message:
         case Submit(sequence):
             core.submit(sequence)
+        case Publish(prompts):
+            core.public.declare(prompts)
         case Cancel(request_id):
             core.cancel(request_id)
         case StartRace():

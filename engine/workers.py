@@ -16,7 +16,7 @@ from engine.hosts import HOSTS, LeaseHost, Worker
 from engine.lease import START_S, Demand, Lease, Payer, seconds_needed
 from engine.requests import Request, Requests
 from engine.telemetry import Telemetry
-from engine.wire import Submit
+from engine.wire import Publish, Submit
 
 
 class Workers:
@@ -37,6 +37,7 @@ class Workers:
         self.deaths = 0
         self._host, self._config, self._requests, self._telemetry = host, config, requests, telemetry
         self._lock, self._read = lock, read
+        self._public: list[list[int]] = []
         self._start_s = START_S  # what a fresh worker needs before its first step, as far as is known
 
     @property
@@ -61,6 +62,11 @@ class Workers:
             self._hand_over(request)
         else:
             self._lease_for_next()
+
+    def publish(self, prompts: list[list[int]]) -> None:
+        """Declare prompts public, to this worker and to each that follows."""
+        self._public = prompts
+        self.tell(Publish(prompts))
 
     def tell(self, message: object) -> None:
         """Send to the worker. Where there is none, there is nobody who would have to know."""
@@ -113,6 +119,7 @@ class Workers:
 
     def _follow(self, worker: Worker) -> None:
         self.current = worker
+        self.tell(Publish(self._public))
         threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
 
     def _hand_over(self, request: Request) -> None:

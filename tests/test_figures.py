@@ -27,13 +27,15 @@ def span(request: int, queued: float, ended: float | None = None, client: int = 
         "decode": NOW + queued + 2,
         "ended": None if ended is None else NOW + ended,
         "prompt_tokens": 10,
+        "chunks": [],
         "tokens": 20,
         "finish_reason": None,
     }
 
 
-def sample(time: float, used: dict[str, int], retained: int = 0) -> dict:
-    return {"time": NOW + time, "allocated_bytes": 10 * MB, "used": used, "retained_bytes": retained}
+def sample(time: float, used: dict[str, int], retained: int = 0, public: int = 0) -> dict:
+    kept = {"retained_bytes": retained, "public_bytes": public}
+    return {"time": NOW + time, "allocated_bytes": 10 * MB, "used": used, **kept}
 
 
 def snapshot(requests: list[dict], history: list[dict]) -> dict:
@@ -41,7 +43,7 @@ def snapshot(requests: list[dict], history: list[dict]) -> dict:
     return {
         "time": NOW,
         "model": {"bytes_per_token": MB},
-        "cache": {"allocated_bytes": 10 * MB, "slots": [slot]},
+        "cache": {"allocated_bytes": 10 * MB, "slots": [slot], "public_tokens": 1},
         "requests": requests,
         "history": history,
     }
@@ -51,14 +53,15 @@ def cache_figure() -> dict:
     history = [
         sample(-20, {"1": MB}),
         sample(-15, {"1": 2 * MB, "2": MB}),
-        sample(-10, {"2": 2 * MB}, retained=2 * MB),
+        sample(-10, {"2": 2 * MB}, retained=2 * MB, public=MB),
     ]
     return figures.cache(snapshot([span(1, -21, -12), span(2, -16, client=7)], history))
 
 
 def test_stacked_areas_stand_on_common_places_and_hold_the_measured_values():
-    kept, first, second, reserved = cache_figure()["data"]
-    assert list(kept["x"]) == list(first["x"]) == list(second["x"])
+    public, kept, first, second, reserved = cache_figure()["data"]
+    assert (max(public["y"]), max(kept["y"])) == (1, 2)
+    assert list(public["x"]) == list(kept["x"]) == list(first["x"]) == list(second["x"])
     at = dict(zip(first["x"], first["y"], strict=True))
     assert (at[-20.0], at[-15.0], at[-10.0], at[0.0]) == (1, 2, 0, 0)
     at = dict(zip(second["x"], second["y"], strict=True))
@@ -68,7 +71,7 @@ def test_stacked_areas_stand_on_common_places_and_hold_the_measured_values():
 
 
 def test_a_request_comes_and_goes_at_once():
-    _, first, *_ = cache_figure()["data"]
+    _, _, first, *_ = cache_figure()["data"]
     rising = [y for x, y in zip(first["x"], first["y"], strict=True) if -20.02 < x < -20]
     falling = [y for x, y in zip(first["x"], first["y"], strict=True) if -15 < x < -14.98]
     assert rising == [0.0] and falling == [0.0]
@@ -79,7 +82,7 @@ def test_the_axis_holds_what_is_used_and_names_what_it_leaves_out():
     low, high = figure["layout"]["yaxis"]["range"]
     assert low == 0 and high >= 10
     assert any(note["text"] == "reserved" for note in figure["layout"]["annotations"])
-    assert figures.cache({**snapshot([], []), "cache": {"allocated_bytes": 0, "slots": []}}) is None
+    assert figures.cache({**snapshot([], []), "cache": {"allocated_bytes": 0, "slots": [], "public_tokens": 0}}) is None
 
 
 def test_every_request_has_a_lane_of_its_own_for_its_whole_life():
@@ -99,6 +102,26 @@ def test_bars_tell_waiting_reading_and_writing_apart():
     assert list(bars["decode"]["x"]) == [13, 8]
     assert [row[0] for row in bars["decode"]["customdata"]] == [1, 7]
     assert [phase for phase, *_ in phases(requests[0], NOW)] == ["waiting", "prefill", "decode"]
+
+
+def test_a_prompt_is_drawn_chunk_by_chunk():
+    read = {**span(1, -20), "chunks": [(NOW - 19, 128), (NOW - 18.5, 128), (NOW - 18.2, 40)]}
+    figure = timeline([read], [], {1: 0}, NOW, 30)
+    (chunks,) = [trace for trace in figure["data"] if trace["name"] == "prefill"]
+    assert list(chunks["base"]) == [-19, -18.5, -18.2] and list(chunks["x"]) == [0.5, 0.3, 0.2]
+
+
+def test_a_few_seconds_are_drawn_step_by_step():
+    steps = [
+        {"time": NOW - 3, "step_ms": 100.0, "batch_size": 2, "prefill_tokens": 0},
+        {"time": NOW - 2, "step_ms": 400.0, "batch_size": 1, "prefill_tokens": 64},
+        {"time": NOW - 9, "step_ms": 100.0, "batch_size": 1, "prefill_tokens": 0},
+    ]
+    figure = timeline([span(1, -8)], [(NOW - 3, 5.0)], {1: 0}, NOW, 5, steps=steps)
+    *_, lines, bars = figure["data"]
+    assert lines["x"] == [-3, -3, None, -2, -2, None]
+    assert (bars["x"], bars["width"], bars["y"]) == ([-2.95, -1.8], [0.1, 0.4], [20, 2.5])
+    assert bars["text"][1] == "a step of 400 ms<br>1 token written, 64 tokens of prompts read"
 
 
 def test_scrolled_back_the_timeline_shows_what_was_then():

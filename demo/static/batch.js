@@ -32,7 +32,7 @@ export function mount({ element }) {
   const fetchPast = async () => {
     fetched = performance.now();
     const query = new URLSearchParams(asked());
-    const response = await fetch(new URL(`kvscope/timeline?${query}`, document.baseURI), { cache: "no-store" });
+    const response = await fetch(new URL(`timeline?${query}`, import.meta.url), { cache: "no-store" });
     if (!response.ok || isLive()) return;
     const past = await response.json();
     show(past.figure, past.requests);
@@ -42,6 +42,7 @@ export function mount({ element }) {
   part.window.addEventListener("change", () => {
     part["scroll-back"].hidden = isLive();
     part.back.value = 0;
+    part.back.step = Math.min(asked().window, LIVE_S);
     part.back.max = KEPT_S - asked().window;
     part.back.disabled = part.back.max === "0";
     if (isLive()) wake();
@@ -82,11 +83,12 @@ function offer(select, entries, brought) {
 
 /** What became of one request, in numbers. */
 function story(entry, brought) {
-  const { queued, prefill, decode, ended, tokens, prompt_tokens: prompt, reused_tokens: reused, finish_reason: reason } = entry;
+  const { queued, prefill, decode, ended, tokens, prompt_tokens: prompt, reused_tokens: reused, public_tokens: open, chunks, finish_reason: reason } = entry;
   const seconds = (from, to) => `${Math.max(to - from, 0).toFixed(2)} s`;
+  const pieces = chunks.length > 1 ? `, read in ${count(chunks.length)} chunks` : "";
   const told = [`Request ${entry.request}, ${whose(entry, brought)}`];
   told.push(prefill ? `in line ${seconds(queued, prefill)}` : "in line");
-  told.push(`${count(prompt)} tokens of prompt${reused ? `, ${count(reused)} of them still cached` : ""}`);
+  told.push(`${count(prompt)} tokens of prompt${reused ? `, ${count(reused)} of them taken over${open ? ` (${count(open)} public)` : ""}` : ""}${pieces}`);
   if (decode) told.push(`first token after ${seconds(queued, decode)}`);
   if (tokens > 1 && ended > decode) told.push(`${count(tokens)} tokens at ${((tokens - 1) / (ended - decode)).toFixed(1)} a second`);
   else if (tokens) told.push(`${count(tokens)} tokens so far`);
@@ -94,9 +96,9 @@ function story(entry, brought) {
   return `${told.join(" · ")}.`;
 }
 
-/** A name at the start of each bar that has one, while the bars are thick enough to read it. */
+/** A name at the start of each bar that has one, while the bars are thick enough to read it and no lines cut them. */
 function names(data, layout, brought, width) {
-  if (layout.yaxis.range[0] > MOST_NAMED_LANES) return [];
+  if (layout.yaxis.range[0] > MOST_NAMED_LANES || data.some((trace) => trace.name === "steps")) return [];
   const [first, last] = layout.xaxis.range;
   const bars = data.find((trace) => trace.name === "decode");
   return bars.y.flatMap((lane, bar) => {

@@ -11,27 +11,37 @@ export function mount({ element }) {
   const figure = new Figure(part.figure);
   const whatIf = new WhatIf(part);
   onLive((live) => {
-    const { model, slots, kept_bytes: kept, reserved_bytes: reserved } = live;
+    const { model, slots, kept_bytes: kept, public_bytes: shared, reserved_bytes: reserved } = live;
     if (!model) return;
     const total = slots.reduce((sum, slot) => sum + slot.tokens, 0);
     const yours = slots.filter((slot) => slot.client === you.client).reduce((sum, slot) => sum + slot.tokens, 0);
     const size = model.bytes_per_token;
     const caption = [yours && `${megabytes(yours * size)} yours`, `${megabytes(total * size)} in use`,
-      kept && `${megabytes(kept)} kept`, `${megabytes(reserved)} reserved`];
+      kept + shared && `${megabytes(kept + shared)} kept`, `${megabytes(reserved)} reserved`];
     say(part.caption, caption.filter(Boolean).join(" · "));
     part.formula.replaceChildren(...formula(model, yours || total, yours ? "your" : "the batch's"));
     figure.update(live.figures.cache);
     sayTerms(part.split, split(live, total * size));
+    sayTerms(part.shared, saved(live, slots.filter((slot) => slot.client === you.client)));
     whatIf.take(model, live.reserved_tokens, reserved);
   });
 }
 
-/** The same bytes cut otherwise: by layer, by kind; what nobody's tokens fill; what was saved. */
-function split({ model, padding_bytes: padding, reused_tokens: reused }, used) {
+/** The same bytes cut otherwise: by layer, by kind; what nobody's tokens fill. */
+function split({ model, padding_bytes: padding }, used) {
   const said = used ? [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`] : [];
-  if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
-  if (reused) said.push(`beginnings that were kept saved reading ${count(reused)} tokens so far`);
+  if (padding && used) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
   return said.length ? `${said.join("; ")}.` : "";
+}
+
+/** What nobody had to read again: a client's own earlier turns, and beginnings that are the same for everybody. */
+function saved({ reused_tokens: reused, public_tokens: open }, yours) {
+  const sum = (name) => yours.reduce((total, slot) => total + slot[name], 0);
+  const [own, shared] = [sum("reused_tokens") - sum("public_tokens"), sum("public_tokens")];
+  const taken = [own && `${count(own)} from an earlier turn`, shared && `${count(shared)} from a public beginning`].filter(Boolean);
+  if (taken.length) return `Of your ${count(sum("tokens"))} tokens ${taken.join(" and ")} did not have to be read again.`;
+  const part = { 0: "none", [reused]: "all" }[open] ?? count(open);
+  return reused ? `Prefix reuse has saved all visitors together ${count(reused)} tokens, ${part} of them public.` : "";
 }
 
 const kilobytes = (bytes) => (bytes < 1e6 ? `${count(bytes / 1e3)} kB` : megabytes(bytes));

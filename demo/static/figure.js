@@ -10,7 +10,7 @@ let plotly = null;
 function loadPlotly() {
   plotly ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");
-    script.src = new URL("kvscope/plotly.min.js", document.baseURI);
+    script.src = new URL("plotly.min.js", import.meta.url);
     script.onload = () => resolve(window.Plotly);
     script.onerror = reject;
     document.head.append(script);

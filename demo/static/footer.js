@@ -2,13 +2,13 @@
 
 import { modelName } from "./header.js";
 import { tellHeight } from "./embed.js";
-import { onLive } from "./live.js";
+import { here, onLive } from "./live.js";
 import { parts, say } from "./words.js";
 
 export function mount({ element }) {
   const part = parts(element);
   tellHeight();
-  part.link.href = location.origin + location.pathname;
+  part.link.href = here.split(/[?#]/)[0];
   onLive(({ model }) => {
     if (!model) return;
     const base = model.chat_template ? "" : " It has not been taught to chat: it continues a plain dialogue.";

@@ -9,6 +9,8 @@ const TERMS = {
   tokens: "The pieces of text a model reads and writes, here some four letters each.",
   token: "A piece of text that a model reads or writes, here some four letters.",
   padding: "Places that a step reads though nobody's text is there, since all rows are read to the same length.",
+  "prefix reuse": "Going on from keys and values that are there already, where a text begins like one that was read before.",
+  "public beginning": "A text that the page itself brings, such as its system prompt. It is read once, and copied for whoever begins with it.",
   prompt: "The text that is there before the model writes. It is read in large pieces: the prefill.",
   logits: "A number for every word of the vocabulary: how likely it comes next.",
   "KV heads": "How many sets of keys and values a layer keeps. Fewer than query heads: a smaller cache.",

@@ -12,6 +12,11 @@ let looks = 0;
 
 export const you = { client: null };
 
+const component = document.querySelector("gradio-app[src]"); // on another site's page, without a frame
+
+/** The page's own address. */
+export const here = component?.getAttribute("src") ?? location.href;
+
 /** Call `listener` with every message about everybody, and at once with the latest one. */
 export function onLive(listener) {
   listeners.add(listener);
@@ -33,7 +38,7 @@ async function poll() {
   }
   let pause = RETRY_MS;
   try {
-    const response = await fetch(new URL("kvscope/live", document.baseURI), { cache: "no-store" });
+    const response = await fetch(new URL("live", import.meta.url), { cache: "no-store" });
     if (!response.ok) throw new Error(response.statusText);
     latest = await response.json();
     root.dataset.connection = "open";
@@ -52,7 +57,7 @@ function readAddress() {
   const view = query.get("view");
   if (["race", "cache", "batch", "chat"].includes(view)) root.dataset.view = view;
   root.toggleAttribute("data-compact", query.get("compact") === "1");
-  root.toggleAttribute("data-embedded", window.self !== window.top);
+  root.toggleAttribute("data-embedded", window.self !== window.top || Boolean(component));
   root.dataset.tab = "speed";
 }
 

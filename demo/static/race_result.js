@@ -1,5 +1,6 @@
 // The end of a race: a table, and the same as files and as an address.
 
+import { here } from "./live.js";
 import { say } from "./words.js";
 
 /** Fill the table and the links; without a `result`, hide them. */
@@ -47,7 +48,7 @@ function csv({ conditions, lanes, ratio, gap }) {
 
 /** This page with the race's settings in its address. */
 function address(settings) {
-  const url = new URL(location.href);
+  const url = new URL(here);
   for (const [name, value] of Object.entries(settings)) url.searchParams.set(name, value);
   return url.href;
 }

@@ -50,7 +50,7 @@ export class TokenView {
   async fetch() {
     const query = new URLSearchParams({ answer: this.answer, from: this.tokens.length });
     try {
-      const response = await fetch(new URL(`kvscope/tokens?${query}`, document.baseURI), { cache: "no-store" });
+      const response = await fetch(new URL(`tokens?${query}`, import.meta.url), { cache: "no-store" });
       const { tokens, kept } = await response.json();
       if (!tokens) this.failed(`The tokens of this answer are gone: they are kept for your last ${kept} answers.`);
       else {

@@ -7,6 +7,13 @@ const root = document.documentElement;
 const read = (selector) => document.querySelector(selector)?.textContent.trim() ?? "";
 const press = (selector) => document.querySelector(selector)?.click();
 
+/** The most requests that were written at one moment of the last half minute: they may be gone before anybody looks. */
+function together({ requests }) {
+  const written = requests.filter(({ decode }) => decode);
+  const beside = ({ decode }) => written.filter((other) => other.decode <= decode && decode < (other.ended ?? Infinity));
+  return Math.max(0, ...written.map((entry) => beside(entry).length));
+}
+
 const STEPS = [
   {
     panel: "#chat",
@@ -29,11 +36,13 @@ const STEPS = [
   {
     panel: "#batch-timeline",
     tab: "batch",
-    say: (live) => (live.running > 1
-      ? `${live.running} requests share each step of the model now, ${Math.round(live.tokens_per_second)} tokens a second between them.`
-      : "Strangers share your batch. Nobody else here? Bring some: real requests, to the same model."),
+    say: (live) => {
+      if (live.running > 1) return `${live.running} requests share each step of the model now, ${Math.round(live.tokens_per_second)} tokens a second between them.`;
+      if (together(live) > 1) return `${together(live)} requests shared each step of the model a moment ago.`;
+      return "Strangers share your batch. Nobody else here? Bring some: real requests, to the same model.";
+    },
     act: ["Bring visitors", () => press("#visitors")],
-    done: (live) => live.running > 1,
+    done: (live) => together(live) > 1,
   },
   {
     panel: "#race",
@@ -50,7 +59,7 @@ export function mount({ element }) {
   const part = parts(element);
   let step = null;
   let acted = false;
-  let live = { running: 0, tokens_per_second: 0 };
+  let live = { running: 0, tokens_per_second: 0, requests: [] };
 
   const show = () => {
     if (step === null) return;

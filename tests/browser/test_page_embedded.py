@@ -21,18 +21,22 @@ HOST_PAGE = """<!doctype html><title>Documentation</title><h1>Why a cache?</h1>
   }});
 </script>"""
 
+COMPONENT_PAGE = """<!doctype html><title>Documentation</title><link rel="icon" href="data:,"><h1>Why a cache?</h1>
+<script type="module" src="{app}gradio.js"></script><gradio-app src="{app}"></gradio-app>"""
+PAGES = {"/": HOST_PAGE, "/component": COMPONENT_PAGE}
+
 
 @pytest.fixture
 def documentation(app: RunningApp) -> Iterator[str]:
-    """Another site's page that embeds the app; its address."""
+    """Another site with pages that embed the app; its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/" else 204)
+            self.send_response(200 if self.path in PAGES else 204)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
-            if self.path == "/":
-                self.wfile.write(HOST_PAGE.format(app=app.url).encode())
+            if self.path in PAGES:
+                self.wfile.write(PAGES[self.path].format(app=app.url).encode())
 
         def log_message(self, *_) -> None:
             pass
@@ -98,6 +102,17 @@ def test_a_frame_out_of_sight_asks_for_nothing_until_it_is_seen_again(open_page,
     with page.expect_request(lambda request: request.frame == cache and "kvscope/live" in request.url):
         page.evaluate("scrollTo(0, 0)")
     cache.wait_for_function("document.documentElement.dataset.connection === 'open'")
+
+
+def test_the_web_component_needs_no_other_host_either(open_page, app, documentation):
+    app.wait_idle()
+    page: Page = open_page(app, at=documentation + "component")
+    page.locator("#prompt textarea").fill("Tell me a story.")
+    page.locator("#prompt textarea").press("Enter")
+    expect(page.locator("#conversation article.assistant .text")).not_to_be_empty()
+    expect(page.locator('#batch-timeline [data-part="figure"] .barlayer').first).to_be_attached()
+    page.locator("#stop").click()
+    expect(page.get_by_role("heading", name="Why a cache?")).to_be_visible()
 
 
 def test_without_storage_the_page_is_the_same(open_page, app):
