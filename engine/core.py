@@ -13,10 +13,11 @@ from engine.config import EngineConfig
 from engine.grammar import GrammarError, Grammars
 from engine.kv_cache import KVCache
 from engine.lanes import LaneFailed
+from engine.pace import Pace
 from engine.processors import Row
 from engine.public import PublicPrefixes
 from engine.race import Race, probe
-from engine.runner import ModelRunner
+from engine.runner import Chunk, ModelRunner
 from engine.sampler import choose
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -50,6 +51,7 @@ class EngineCore:
         self._race_credit_ms = 0.0
         self.probe_share = config.probe_share
         self._padding_tokens = 0
+        self._pace = Pace(config.prefill_chunk)
 
     @property
     def cache(self) -> KVCache:
@@ -91,46 +93,72 @@ class EngineCore:
         started = time.perf_counter()
         self.runner.forward_ms = 0.0
         self.scheduler.admit()
-        prefilled, logits = self._prefill(report)
-        running = list(self.scheduler.running)
-        if running:
-            logits.append(self._decode(running, report.record))
-        if logits:
-            self._choose(prefilled + running, torch.cat(logits) if len(logits) > 1 else logits[0], report)
+        chosen, logits = self._forward(report)
+        if chosen:
+            self._choose(chosen, torch.cat(logits) if len(logits) > 1 else logits[0], report)
         self._account(report, 1000 * (time.perf_counter() - started))
         return report
 
-    def _prefill(self, report: StepReport) -> tuple[list[Sequence], list[torch.Tensor]]:
-        """Compute up to `prefill_chunk` prompt tokens, oldest request first; what is complete, and its logits."""
+    def _forward(self, report: StepReport) -> tuple[list[Sequence], list[torch.Tensor]]:
+        """One pass: the pending token of every running sequence, and chunks of prompts.
+
+        Whose next token can be chosen now, and its logits, each `[some, vocabulary]`.
+        """
+        running, chunks = list(self.scheduler.running), self._next_chunks()
+        if not running and not chunks:
+            return [], []
+        token_ids, positions = [s.last_token_id for s in running], [s.cached_tokens for s in running]
+        decoded, read = self.runner.step(self.cache, token_ids, positions, [chunk for _, chunk in chunks])
+        chosen, logits = self._take_chunks(chunks, read, report)
+        if decoded is not None:
+            self._take_rows(running, report.record)
+            logits.append(decoded)
+        return chosen + running, logits
+
+    def _next_chunks(self) -> list[tuple[Sequence, Chunk]]:
+        """Prompt tokens for this step: at least half for who came first, the rest for those who need the fewest."""
+        chunks: list[tuple[Sequence, Chunk]] = []
+        budget = self._pace.budget(len(self.scheduler.running))
+        oldest, *others = self.scheduler.prefilling or [None]
+        others.sort(key=lambda sequence: sequence.length - sequence.cached_tokens)
+        owed = sum(sequence.length - sequence.cached_tokens for sequence in others)
+        for sequence in [oldest, *others] if oldest else []:
+            scored = _is_scored(sequence)
+            if not scored:
+                self.public.lend(sequence)
+            # What one sequence computes for everybody now, the others are lent in the next step.
+            if budget == 0 or any(self.public.computes_for(other, sequence) for other, _ in chunks):
+                continue
+            start = sequence.cached_tokens
+            most = max(budget - owed, budget // 2) if sequence is oldest else budget
+            ids = sequence.token_ids[start : start + (min(most, MOST_SCORED_TOKENS) if scored else most)]
+            chunks.append((sequence, Chunk(sequence.slot, start, ids, every=scored)))
+            budget -= len(ids)
+        return chunks
+
+    def _take_chunks(
+        self, chunks: list[tuple[Sequence, Chunk]], read: list[torch.Tensor], report: StepReport
+    ) -> tuple[list[Sequence], list[torch.Tensor]]:
+        """Account for what was read of prompts; the sequences whose prompts are complete, and their logits."""
         completed: list[Sequence] = []
-        logits: list[torch.Tensor] = []
-        budget = self.config.prefill_chunk
-        for sequence in self.scheduler.prefilling:
-            if budget == 0:
-                break
-            last_logits, computed = self._prefill_chunk(sequence, budget, report)
-            budget -= computed
-            report.record.prefill_tokens += computed
+        last: list[torch.Tensor] = []
+        for (sequence, chunk), logits in zip(chunks, read, strict=True):
+            sequence.cached_tokens += len(chunk.token_ids)
+            report.record.prefill_tokens += len(chunk.token_ids)
+            self.public.keep(sequence)
+            if chunk.every:
+                self._score_prompt(sequence, chunk.start, logits, report)
             if sequence.cached_tokens == sequence.length:
                 completed.append(sequence)
-                logits.append(last_logits[None])
-        return completed, logits
+                last.append(logits[-1:] if chunk.every else logits[None])
+        return completed, last
 
-    def _prefill_chunk(self, sequence: Sequence, budget: int, report: StepReport) -> tuple[torch.Tensor, int]:
-        """Up to `budget` tokens of one sequence: logits `[vocabulary]` after the last, and how many there were."""
-        # A sequence that is resumed has delivered its prompt's log-probabilities before.
-        scored = sequence.params.prompt_logprobs and not sequence.output_ids
-        if not scored:
-            self.public.lend(sequence)
-        start = sequence.cached_tokens
-        chunk = sequence.token_ids[start : start + (min(budget, MOST_SCORED_TOKENS) if scored else budget)]
-        logits = self.runner.prefill(self.cache, sequence.slot, start, chunk, every=scored)
-        sequence.cached_tokens += len(chunk)
-        self.public.keep(sequence)
-        if scored:
-            self._score_prompt(sequence, start, logits, report)
-            logits = logits[-1]
-        return logits, len(chunk)
+    def _take_rows(self, running: list[Sequence], record: StepRecord) -> None:
+        record.batch_size = len(running)
+        for sequence in running:
+            sequence.cached_tokens += 1
+        lengths = [sequence.cached_tokens for sequence in running]
+        self._padding_tokens = self.runner.window(self.cache, max(lengths)) * len(lengths) - sum(lengths)
 
     def _score_prompt(self, sequence: Sequence, start: int, logits: torch.Tensor, report: StepReport) -> None:
         """Log-probabilities of the prompt tokens that `logits` `[tokens, vocabulary]` from `start` on predict."""
@@ -140,17 +168,6 @@ class EngineCore:
         sequence.prompt_logprobs = [*(sequence.prompt_logprobs if start else [None]), *scores.tolist()]
         if sequence.cached_tokens == sequence.length:
             report.prompt_logprobs.append(PromptLogprobs(sequence.request_id, sequence.prompt_logprobs))
-
-    def _decode(self, running: list[Sequence], record: StepRecord) -> torch.Tensor:
-        """The pending token of every running sequence, in one forward; logits `[B, vocabulary]`."""
-        record.batch_size = len(running)
-        token_ids = [sequence.last_token_id for sequence in running]
-        logits = self.runner.decode(self.cache, token_ids, [sequence.cached_tokens for sequence in running])
-        for sequence in running:
-            sequence.cached_tokens += 1
-        lengths = [sequence.cached_tokens for sequence in running]
-        self._padding_tokens = self.runner.window(self.cache, max(lengths)) * len(lengths) - sum(lengths)
-        return logits
 
     def _choose(self, sequences: list[Sequence], logits: torch.Tensor, report: StepReport) -> None:
         """One token for each row; rows that are complete leave, freshly prefilled ones join the batch."""
@@ -252,6 +269,7 @@ class EngineCore:
         record = report.record
         record.step_ms, record.forward_ms = step_ms, self.runner.forward_ms
         record.decode_ms = step_ms - record.forward_ms
+        self._pace.record(step_ms, record.batch_size, record.prefill_tokens)
         share = self.probe_share
         self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
         self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
@@ -285,3 +303,8 @@ class EngineCore:
     def _largest_shape(self) -> tuple[int, int]:
         positions = min(self.config.max_context, self.config.cache_tokens)
         return min(2 * self.config.max_batch_size, self.config.cache_tokens // positions), positions
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Whether its prompt's log-probabilities are wanted. One that is resumed has delivered them before."""
+    return sequence.params.prompt_logprobs and not sequence.output_ids

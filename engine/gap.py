@@ -16,7 +16,7 @@ LANES = {
 CAUSES = {
     "naive": "logits nobody reads",
     "by_hand": "reading the whole text again",
-    "generate": "generate()'s own loop",
+    "generate": "generate()'s own loop and forward",
     "cached": "copying the cache",
     "shared": "not sharing the steps",
 }

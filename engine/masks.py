@@ -18,12 +18,18 @@ def attention_mask(
     if uses_alibi(config):
         return visible[:, -1]
     full = _additive(visible, dtype)
-    sliding_window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or []
-    if not sliding_window or (layer_types and "sliding_attention" not in layer_types):
+    if is_plain(config, window):
         return full
-    sliding = _additive(visible & (keys > queries - sliding_window), dtype)
+    sliding = _additive(visible & (keys > queries - config.sliding_window), dtype)
     return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
+
+
+def is_plain(config, length: int) -> bool:
+    """Whether in a text of `length` tokens every token may look at all before it, in every layer."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    return not window or length <= window or (bool(layer_types) and "sliding_attention" not in layer_types)
 
 
 def uses_alibi(config) -> bool:

@@ -70,6 +70,12 @@ class PublicPrefixes:
         self._kept = [kept for kept in self._kept if common_prefix(kept.token_ids, ids) < len(kept.token_ids)]
         self._kept.append(Beginning(ids, self._cache.read(sequence.slot, length)))
 
+    def computes_for(self, first: Sequence, second: Sequence) -> bool:
+        """Whether `first` is about to compute a public beginning that `second` has, too, and has not been lent."""
+        common = first.prompt_ids[: common_prefix(first.prompt_ids, second.prompt_ids)]
+        shared = self._public_length(common)
+        return shared > first.cached_tokens and shared - second.cached_tokens >= MIN_REUSED_TOKENS
+
     def _public_length(self, ids: list[int]) -> int:
         return max((common_prefix(declared, ids) for declared in self._declared), default=0)
 

@@ -1,16 +1,30 @@
-"""Forwards of the model: prefill a chunk, decode all running rows at once, or naively recompute everything."""
+"""Forwards of the model: a step of all running rows and chunks of prompts, or naively everything again."""
 
 import inspect
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from engine.kv_cache import KVCache, LayerShape
-from engine.masks import attention_mask
+from engine.lean import LeanForward, Part, fits
+from engine.masks import attention_mask, is_plain
 
 WINDOW_STEP = 64
+Logits = TypeVar("Logits", torch.Tensor, list[torch.Tensor])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens that a step appends to `slot` from position `start`; `every` asks for all their logits."""
+
+    slot: int
+    start: int
+    token_ids: list[int]
+    every: bool = False
 
 
 class ModelRunner:
@@ -35,6 +49,7 @@ class ModelRunner:
         self.layer_shapes = self._layer_shapes()
         # The embeddings of a sharded model may lie elsewhere; its hooks move the ids there and the logits back.
         self.device = self.layer_shapes[0].device
+        self.lean = LeanForward(model) if fits(model) else None  # None: the stock forward, one part after another
 
     def rehearse(self) -> float:
         """Chunked prefill and a decode step of two rows: how far their logits are from the naive ones.
@@ -49,33 +64,29 @@ class ModelRunner:
         self.prefill(cache, 0, 2, ids[2:-1])
         self.prefill(cache, 1, 0, short[:-1])
         batched = self.decode(cache, [ids[-1], short[-1]], [len(ids) - 1, len(short) - 1])
-        naive = self._forward(torch.tensor([ids]), every=True)[0, [len(ids) - 1, len(short) - 1]]
+        naive = self._stock(torch.tensor([ids]), every=True)[0, [len(ids) - 1, len(short) - 1]]
         self.forward_ms = 0.0
         return float((batched - naive).abs().max() / naive.std())
 
-    def prefill(
-        self, cache: KVCache, slot: int, start: int, token_ids: list[int], *, every: bool = False
-    ) -> torch.Tensor:
-        """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them.
+    def step(
+        self, cache: KVCache, token_ids: list[int], positions: list[int], chunks: list[Chunk]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """The first B slots and some chunks together: what `decode` and for each chunk `prefill` return.
 
-        With `every`, logits `[tokens, vocabulary]` after each of them.
+        In one pass, where the model allows it.
         """
-        end = start + len(token_ids)
-        ids = torch.tensor(token_ids, device=self.device)
-        positions = torch.arange(start, end, device=self.device)[None]
-        # From the beginning, plain causal attention will do, for which there are faster kernels than for masks.
-        mask = None if start == 0 else attention_mask(self.model.config, positions, end, self.model.dtype)
-        logits = self._forward(ids[None], cache.prefill_view(slot, start, ids), positions, mask, every=every)[0]
-        return logits if every else logits[-1]
+        rows = [self._rows(cache, token_ids, positions, 0)] if token_ids else []
+        logits = self._run([*rows, *(self._chunk(cache, chunk) for chunk in chunks)])
+        decoded = logits.pop(0)[:, -1] if rows else None
+        return decoded, [of[0] if chunk.every else of[0, -1] for of, chunk in zip(logits, chunks, strict=True)]
+
+    def prefill(self, cache: KVCache, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
+        """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them."""
+        return self._run([self._chunk(cache, Chunk(slot, start, token_ids))])[0][0, -1]
 
     def decode(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> torch.Tensor:
         """One token for each of B slots from `first_slot` on, row b at `positions[b]`; logits `[B, vocabulary]`."""
-        ids = torch.tensor(token_ids, device=self.device)
-        where = torch.tensor(positions, device=self.device)
-        window = self.window(cache, max(positions) + 1)
-        mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
-        view = cache.decode_view(ids, where, window, first_slot)
-        return self._forward(ids[:, None], view, where[:, None], mask)[:, -1]
+        return self._run([self._rows(cache, token_ids, positions, first_slot)])[0][:, -1]
 
     @staticmethod
     def window(cache: KVCache, longest: int) -> int:
@@ -87,7 +98,9 @@ class ModelRunner:
 
         With `every`, logits `[tokens, vocabulary]` after each of them.
         """
-        logits = self._forward(torch.tensor([token_ids], device=self.device), every=every)[0]
+        ids = torch.tensor([token_ids], device=self.device)
+        positions = torch.arange(len(token_ids), device=self.device)[None]
+        logits = self._run([Part(ids, positions, mask=self._mask(positions, 0), every=every)])[0][0]
         return logits if every else logits[-1]
 
     def append(self, cache: DynamicCache, token_ids: list[int]) -> torch.Tensor:
@@ -95,8 +108,10 @@ class ModelRunner:
         cached = cache.get_seq_length()
         ids = torch.tensor([token_ids[cached:]], device=self.device)
         positions = torch.arange(cached, len(token_ids), device=self.device)[None]
+        if self.lean and is_plain(self.model.config, len(token_ids)):
+            return self._run([Part(ids, positions, cache, self._mask(positions, cached))])[0][0, -1]
         mask = torch.ones(1, len(token_ids), dtype=torch.bool, device=self.device)
-        return self._forward(ids, cache, positions, mask)[0, -1]
+        return self._timed(lambda: self._stock(ids, cache, positions, mask))[0, -1]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -109,14 +124,55 @@ class ModelRunner:
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         # With a mask that leaves nothing to look up in the numbers: a model on the meta device has none.
         mask = attention_mask(self.model.config, first, 1, self.model.dtype)
-        self._forward(first, cache=cache, positions=first, mask=mask)
+        self._stock(first, cache=cache, positions=first, mask=mask)
         return [
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
             for keys, values in ((layer.keys, layer.values) for layer in cache.layers)
         ]
 
+    def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int) -> Part:
+        """The pending tokens of B consecutive slots."""
+        ids = torch.tensor(token_ids, device=self.device)
+        where = torch.tensor(positions, device=self.device)
+        window = self.window(cache, max(positions) + 1)
+        mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
+        return Part(ids[:, None], where[:, None], cache.decode_view(ids, where, window, first_slot), mask)
+
+    def _chunk(self, cache: KVCache, chunk: Chunk) -> Part:
+        end = chunk.start + len(chunk.token_ids)
+        ids = torch.tensor(chunk.token_ids, device=self.device)
+        positions = torch.arange(chunk.start, end, device=self.device)[None]
+        view = cache.prefill_view(chunk.slot, chunk.start, ids)
+        return Part(ids[None], positions, view, self._mask(positions, chunk.start), chunk.every)
+
+    def _mask(self, positions: torch.Tensor, start: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """For the tokens from `start` on of one text; None where they need none."""
+        end = start + positions.shape[1]
+        # From the beginning, plain causal attention will do, for which there are faster kernels than for masks.
+        if start == 0 and is_plain(self.model.config, end):
+            return None
+        return attention_mask(self.model.config, positions, end, self.model.dtype)
+
+    def _run(self, parts: list[Part]) -> list[torch.Tensor]:
+        """Logits of each part, `[rows, queries or 1, vocabulary]`."""
+        return self._timed(lambda: self.lean(parts) if self.lean else [self._stock_part(part) for part in parts])
+
+    def _stock_part(self, part: Part) -> torch.Tensor:
+        if part.view is None:  # nothing but the model itself, which makes its own mask
+            return self._stock(part.ids, every=part.every)
+        return self._stock(part.ids, part.view, part.positions, part.mask, every=part.every)
+
     @torch.no_grad()
-    def _forward(self, ids: torch.Tensor, cache=None, positions=None, mask=None, every: bool = False) -> torch.Tensor:
+    def _timed(self, forward: Callable[[], Logits]) -> Logits:
+        self.synchronize()
+        started = time.perf_counter()
+        logits = forward()
+        self.synchronize()
+        self.forward_ms += 1000 * (time.perf_counter() - started)
+        return logits
+
+    @torch.no_grad()
+    def _stock(self, ids: torch.Tensor, cache=None, positions=None, mask=None, every: bool = False) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` after the last ids, or with `every` `[rows, ids, vocabulary]`, in float32."""
         arguments: dict[str, Any] = {"input_ids": ids.to(self.device), "use_cache": cache is not None}
         if not every:
@@ -127,13 +183,8 @@ class ModelRunner:
             arguments["position_ids"] = positions
         if mask is None:
             mask = torch.ones(ids.shape, dtype=torch.bool, device=self.device)
-        self.synchronize()
-        started = time.perf_counter()
         logits = self.model(attention_mask=mask, **arguments).logits
-        logits = logits.float() if every else logits[:, -1:].float()
-        self.synchronize()
-        self.forward_ms += 1000 * (time.perf_counter() - started)
-        return logits
+        return logits.float() if every else logits[:, -1:].float()
 
 
 def _computing_device(module: Any) -> torch.device:

@@ -81,6 +81,25 @@ def test_long_prompts_are_read_in_chunks_while_others_stream(runner):
     assert all(record.batch_size == 1 for record in records), "the short one must have moved in every step"
 
 
+def test_a_short_prompt_is_not_stuck_behind_a_long_one(runner):
+    core = make_core(runner, prefill_chunk=32)
+    long = Sequence(0, list(range(200)), SamplingParams(max_new_tokens=5), seed=0)
+    short = Sequence(1, list(range(20)), SamplingParams(max_new_tokens=5), seed=0)
+    core.submit(long)
+    core.step()
+    core.submit(short)
+    first, second = core.step(), core.step()
+    assert not first.tokens and [token.request_id for token in second.tokens] == [1], "20 tokens, 16 of them at once"
+    assert long.cached_tokens == 32 + 16 + 28, "who came first gets at least half of each step"
+
+
+def test_several_short_prompts_are_read_in_one_step(runner):
+    core = make_core(runner, prefill_chunk=64)
+    for sequence in (Sequence(n, list(range(n, n + 15)), SamplingParams(max_new_tokens=9), seed=0) for n in range(4)):
+        core.submit(sequence)
+    assert sorted(token.request_id for token in core.step().tokens) == [0, 1, 2, 3]
+
+
 def test_admission_never_overruns_the_cache(runner):
     core = make_core(runner, max_batch_size=8, cache_tokens=512, max_context=512)
     sequences = make_sequences(10)

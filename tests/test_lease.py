@@ -255,9 +255,9 @@ def test_sequences_cut_by_leases_have_the_tokens_of_one_long_run(leased, expecte
 def test_a_process_that_is_used_again_prefills_one_token_of_what_it_still_has(leased, expected):
     engine, host = leased(steps=5)
     reads: list[int] = []
-    prefill = host.core.runner.prefill
-    host.core.runner.prefill = lambda cache, slot, start, ids, **more: (
-        reads.append(len(ids)) or prefill(cache, slot, start, ids, **more)
+    step = host.core.runner.step
+    host.core.runner.step = lambda cache, ids, positions, chunks: (
+        reads.extend(len(chunk.token_ids) for chunk in chunks) or step(cache, ids, positions, chunks)
     )
     assert ask(engine, "cy").result(60).token_ids == expected["cy"][:40]
     assert reads == [128, 72, *[1] * (len(host.payers) - 1)]
