@@ -34,7 +34,7 @@ class EngineConfig(BaseSettings):
         32_768, ge=64, description="positions the whole KV cache may hold; requests wait when theirs would not fit"
     )
     max_waiting: int = Field(256, ge=0, le=100_000, description="requests that may wait before new ones are refused")
-    prefill_chunk: int = Field(128, ge=16, le=65_536, description="prompt tokens computed between two decode steps")
+    prefill_chunk: int = Field(128, ge=16, le=65_536, description="most prompt tokens computed in one step")
     probe_share: float = Field(
         0.1, ge=0, le=0.5, description="share of the engine's time that naive measurements may take; 0: none"
     )

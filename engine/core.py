@@ -1,4 +1,4 @@
-"""The engine's turn: admit, prefill, decode all running rows at once, choose, report.
+"""The engine's turn: admit, one pass over all running rows and chunks of prompts, choose, report.
 
 Single-threaded and steppable by hand; it knows token ids and nothing of text, processes or pages.
 """

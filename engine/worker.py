@@ -72,6 +72,9 @@ def run(core: EngineCore, connection: Connection, until: float = math.inf) -> No
             message = connection.recv()
             if isinstance(message, Shutdown):
                 return
+            if isinstance(message, Publish):
+                core.public.declare(message.prompts)
+                continue  # nothing has changed that a step would have to report
             _handle(core, message)
             if not core.has_work:
                 break
@@ -82,8 +85,6 @@ def _handle(core: EngineCore, message: object) -> None:
     match message:
         case Submit(sequence):
             core.submit(sequence)
-        case Publish(prompts):
-            core.public.declare(prompts)
         case Cancel(request_id):
             core.cancel(request_id)
         case StartRace():

@@ -46,6 +46,14 @@ def one_by_one(model, requests) -> float:
     return total(requests) / (time.perf_counter() - started)
 
 
+def alone(model, engine: Engine, requests) -> dict[str, float]:
+    """One request and nobody else."""
+    return {
+        "generate, one alone": one_by_one(model, requests[:1]),
+        "engine, one alone": with_engine(engine, requests[:1]),
+    }
+
+
 def padded_batch(model, requests) -> float:
     """All at once, left-padded; every row runs as long as the longest, only what was asked for counts."""
     width = max(len(ids) for ids, _ in requests)
@@ -62,8 +70,9 @@ def padded_batch(model, requests) -> float:
 def with_engine(engine: Engine, requests, **sampling) -> float:
     started = time.perf_counter()
     generations = [
-        engine.submit(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling), client=index)
-        for index, (ids, new_tokens) in enumerate(requests)
+        # Without a client nothing is reused: every round reads every prompt.
+        engine.submit(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling))
+        for ids, new_tokens in requests
     ]
     for generation in generations:
         generation.result(600)
@@ -91,6 +100,7 @@ def main() -> None:
                 "generate, padded batch": padded_batch(model, requests),
                 "engine, greedy": with_engine(engine, requests),
                 "engine, the page's sampling": with_engine(engine, requests, **PAGE),
+                **alone(model, engine, requests),
             }
             for _ in range(arguments.rounds)
         ]
@@ -101,7 +111,8 @@ def report(rounds: list[dict[str, float]]) -> None:
     """Tokens a second of each contender, and the engine's ratio to each."""
     print(f"{'tokens/s':30}" + "".join(f"{f'round {i + 1}':>10}" for i in range(len(rounds))) + f"{'engine is':>14}")
     for name in rounds[0]:
-        ratio = statistics.median(r["engine, greedy"] / r[name] for r in rounds)
+        same = "engine, one alone" if "alone" in name else "engine, greedy"
+        ratio = statistics.median(r[same] / r[name] for r in rounds)
         print(f"{name:30}" + "".join(f"{r[name]:10.1f}" for r in rounds) + f"{ratio:13.2f}x")
     print(json.dumps({"rounds": rounds, "threads": torch.get_num_threads(), "torch": torch.__version__}))
 

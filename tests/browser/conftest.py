@@ -39,7 +39,7 @@ def browser(chromium) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def slow_model(tmp_path_factory):
     """Gibberish without an end, slow enough to be watched."""
-    return save_talkative_model(tmp_path_factory.mktemp("slow"), layers=12)
+    return save_talkative_model(tmp_path_factory.mktemp("slow"), layers=20)
 
 
 @pytest.fixture(scope="session")
