@@ -269,7 +269,8 @@ class EngineCore:
         record = report.record
         record.step_ms, record.forward_ms = step_ms, self.runner.forward_ms
         record.decode_ms = step_ms - record.forward_ms
-        self._pace.record(step_ms, record.batch_size, record.prefill_tokens)
+        # Of the forward alone: a step that made the pool grow says nothing about the next one.
+        self._pace.record(record.forward_ms, record.batch_size, record.prefill_tokens)
         share = self.probe_share
         self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
         self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)

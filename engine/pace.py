@@ -13,12 +13,12 @@ class Pace:
         self._usual_ms: float | None = None  # of a step without a chunk
         self._token_ms: float | None = None  # what each token of a chunk adds to it
 
-    def record(self, step_ms: float, rows: int, prefill_tokens: int) -> None:
+    def record(self, forward_ms: float, rows: int, prefill_tokens: int) -> None:
         if rows and not prefill_tokens:
-            self._usual_ms = _learn(self._usual_ms, step_ms)
+            self._usual_ms = _learn(self._usual_ms, forward_ms)
         elif prefill_tokens >= LEAST_TOKENS:
-            usual_ms = self._usual_ms or 0.0
-            self._token_ms = _learn(self._token_ms, max(step_ms - usual_ms * bool(rows), 0.0) / prefill_tokens)
+            of_rows_ms = (self._usual_ms or 0.0) if rows else 0.0
+            self._token_ms = _learn(self._token_ms, max(forward_ms - of_rows_ms, 0.0) / prefill_tokens)
 
     def budget(self, rows: int) -> int:
         """Prompt tokens for the next step, so that the gap between two tokens of a stream stays short."""

@@ -1,5 +1,6 @@
 """What the front remembers: of the last minute steps, probes, cache in use; of the last ten, requests. Never text."""
 
+import itertools
 import time
 from collections import deque
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from engine.wire import Probe, SlotState, StepRecord, StepReport
 
 HISTORY_S, TIMELINE_S, STEPS_S = 60.0, 600.0, 10.0
 MOST_REQUESTS = 4000
+LATEST_STEPS = 64
 SAMPLE_EVERY_S = 0.5
 SPEED_OVER_S = 5.0
 
@@ -19,8 +21,7 @@ class Telemetry:
     """Fed with step reports by the engine's reader thread; read as plain data by `Engine.snapshot`."""
 
     def __init__(self) -> None:
-        self.steps: deque[dict] = deque(maxlen=64)
-        self.turns: deque[StepRecord] = deque()  # the same, for as long as the timeline reaches back
+        self.steps: deque[StepRecord] = deque()  # as far as the timeline reaches back, and always the latest
         self.history: deque[dict] = deque()
         self.ended: deque[dict] = deque(maxlen=MOST_REQUESTS)  # spans of finished requests
         self.speeds: deque[tuple[float, float]] = deque()  # once a second: Unix time, tokens a second
@@ -46,8 +47,7 @@ class Telemetry:
         self._emitted.append((now, delivered))
         if record.batch_size or record.prefill_tokens:
             self.peak_batch_size = max(self.peak_batch_size, record.batch_size)
-            self.steps.append(asdict(record))
-            self.turns.append(record)
+            self.steps.append(record)
             self.last_speed = self.tokens_per_second(now) or self.last_speed
         live = [slot for slot in report.slots if slot.state != "retained"]
         last = self.history[-1] if self.history else None
@@ -74,13 +74,16 @@ class Telemetry:
         elapsed = max(now - self._emitted[0][0], 1.0) if self._emitted else 1.0
         return tokens / elapsed
 
+    def latest_steps(self) -> list[StepRecord]:
+        return list(itertools.islice(reversed(self.steps), LATEST_STEPS))[::-1]
+
     def forget_old(self, now: float) -> None:
         while self.history and self.history[0]["time"] < now - HISTORY_S:
             self.history.popleft()
         while self.ended and self.ended[0]["ended"] < now - TIMELINE_S:
             self.ended.popleft()
-        while self.turns and self.turns[0].time < now - TIMELINE_S:
-            self.turns.popleft()
+        while len(self.steps) > LATEST_STEPS and self.steps[0].time < now - TIMELINE_S:
+            self.steps.popleft()
         while self.speeds and self.speeds[0][0] < now - TIMELINE_S:
             self.speeds.popleft()
 
@@ -90,7 +93,7 @@ class Telemetry:
         shown = [s for s in spans if s["queued"] < until and (s["ended"] is None or s["ended"] > since)]
         speeds = [point for point in self.speeds if since <= point[0] <= until]
         near = until - since <= STEPS_S
-        steps = [asdict(turn) for turn in self.turns if since <= turn.time <= until] if near else []
+        steps = [asdict(step) for step in self.steps if since <= step.time <= until] if near else []
         return {"requests": sorted(shown, key=lambda span: span["queued"]), "speeds": speeds, "steps": steps}
 
     def snapshot(
@@ -122,7 +125,7 @@ class Telemetry:
                 "reused_tokens": self.total_reused_tokens,
                 "public_tokens": self.total_public_tokens,
             },
-            "steps": list(self.steps),
+            "steps": [asdict(step) for step in self.latest_steps()],
             "requests": self.timeline(now - HISTORY_S, now + 1, generations)["requests"],
             "history": list(self.history),
             "probes": [asdict(probe) for probe in self.probes],

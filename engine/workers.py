@@ -138,7 +138,7 @@ class Workers:
         waiting = sorted(self._requests, key=lambda request: request.payer == last_payer)
         if isinstance(self._host, str) or not waiting or (payer := waiting[0].payer) is None:
             return
-        steps_ms = (step["step_ms"] for step in self._telemetry.steps)
+        steps_ms = (step.step_ms for step in self._telemetry.latest_steps())
         work = self._requests.work(payer, self._config.prefill_chunk)
         terms, start_s = self._host.terms, self._start_s
         seconds, least_s = seconds_needed(*work, steps_ms, terms, start_s), seconds_needed(0, 0, 0, (), terms, start_s)

@@ -14,7 +14,8 @@ export function mount({ element }) {
     const { model, slots, kept_bytes: kept, public_bytes: shared, reserved_bytes: reserved } = live;
     if (!model) return;
     const total = slots.reduce((sum, slot) => sum + slot.tokens, 0);
-    const yours = slots.filter((slot) => slot.client === you.client).reduce((sum, slot) => sum + slot.tokens, 0);
+    const mine = slots.filter(({ client }) => client !== null && client === you.client);
+    const yours = mine.reduce((sum, slot) => sum + slot.tokens, 0);
     const size = model.bytes_per_token;
     const caption = [yours && `${megabytes(yours * size)} yours`, `${megabytes(total * size)} in use`,
       kept + shared && `${megabytes(kept + shared)} kept`, `${megabytes(reserved)} reserved`];
@@ -22,7 +23,7 @@ export function mount({ element }) {
     part.formula.replaceChildren(...formula(model, yours || total, yours ? "your" : "the batch's"));
     figure.update(live.figures.cache);
     sayTerms(part.split, split(live, total * size));
-    sayTerms(part.shared, saved(live, slots.filter((slot) => slot.client === you.client)));
+    sayTerms(part.shared, saved(live, mine));
     whatIf.take(model, live.reserved_tokens, reserved);
   });
 }
