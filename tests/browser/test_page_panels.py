@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from pages import FIGURES, ask, count_updates, set_new_tokens, wait_until_answered, watch_frames
+from pages import ANSWER, FIGURES, ask, count_updates, set_new_tokens, wait_until_answered, watch_frames
 from playwright.sync_api import Page, expect
 from running_app import eventually
 
@@ -116,6 +116,19 @@ def test_the_last_seconds_can_be_seen_step_by_step(page: Page, app):
     bars = seconds.value.json()["figure"]["data"][-1]
     assert bars["name"] == "speed of steps" and len(bars["x"]) >= 29
     page.wait_for_function(f"document.querySelector('{FIGURES['batch']}').data.some(({{ name }}) => name === 'steps')")
+
+
+def test_what_one_visitor_read_of_a_preset_is_lent_to_the_next(open_page, app):
+    for _ in range(2):
+        page = open_page(app)
+        set_new_tokens(page, 20)
+        page.get_by_role("button", name="A haiku").click()
+        expect(page.locator(ANSWER)).not_to_be_empty()
+        wait_until_answered(page)
+    saved = page.locator('#cache-growth [data-part="shared"]')
+    expect(saved).to_have_text(re.compile(r"^Prefix reuse has saved all visitors together [\d,]+ tokens"))
+    told = page.request.get(f"{app.url}kvscope/live").json()
+    assert told["public_tokens"] > 0 and told["public_bytes"] > 0
 
 
 def test_another_models_cache_is_reckoned_in_the_page(page: Page, app):
