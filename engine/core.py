@@ -119,10 +119,9 @@ class EngineCore:
         """Prompt tokens for this step: at least half for who came first, the rest for those who need the fewest."""
         chunks: list[tuple[Sequence, Chunk]] = []
         budget = self._pace.budget(len(self.scheduler.running))
-        oldest, *others = self.scheduler.prefilling or [None]
-        others.sort(key=lambda sequence: sequence.length - sequence.cached_tokens)
-        owed = sum(sequence.length - sequence.cached_tokens for sequence in others)
-        for sequence in [oldest, *others] if oldest else []:
+        oldest, others = self.scheduler.prefilling[:1], self.scheduler.prefilling[1:]
+        others.sort(key=_unread)
+        for sequence in [*oldest, *others]:
             scored = _is_scored(sequence)
             if not scored:
                 self.public.lend(sequence)
@@ -130,7 +129,7 @@ class EngineCore:
             if budget == 0 or any(self.public.computes_for(other, sequence) for other, _ in chunks):
                 continue
             start = sequence.cached_tokens
-            most = max(budget - owed, budget // 2) if sequence is oldest else budget
+            most = budget if chunks else max(budget - sum(map(_unread, others)), budget // 2)
             ids = sequence.token_ids[start : start + (min(most, MOST_SCORED_TOKENS) if scored else most)]
             chunks.append((sequence, Chunk(sequence.slot, start, ids, every=scored)))
             budget -= len(ids)
@@ -304,6 +303,11 @@ class EngineCore:
     def _largest_shape(self) -> tuple[int, int]:
         positions = min(self.config.max_context, self.config.cache_tokens)
         return min(2 * self.config.max_batch_size, self.config.cache_tokens // positions), positions
+
+
+def _unread(sequence: Sequence) -> int:
+    """Tokens that are still to be computed before its next one can be chosen."""
+    return sequence.length - sequence.cached_tokens
 
 
 def _is_scored(sequence: Sequence) -> bool:

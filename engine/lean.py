@@ -47,7 +47,7 @@ class LeanForward:
         body: Any = model.model
         self._embed, self._layers, self._norm, self._rotary = body.embed_tokens, body.layers, body.norm, body.rotary_emb
         self._head: Any = model.get_output_embeddings()
-        self._layer_types = getattr(model.config, "layer_types", None)
+        self._layer_types: Any = getattr(model.config, "layer_types", None)
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:
         """Logits of each part in float32, `[rows, queries, vocabulary]` with `every`, else `[rows, 1, vocabulary]`."""

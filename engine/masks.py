@@ -28,8 +28,8 @@ def attention_mask(
 def is_plain(config, length: int) -> bool:
     """Whether in a text of `length` tokens every token may look at all before it, in every layer."""
     window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    return not window or length <= window or (bool(layer_types) and "sliding_attention" not in layer_types)
+    layer_types = getattr(config, "layer_types", None) or []
+    return not window or length <= window or (len(layer_types) > 0 and "sliding_attention" not in layer_types)
 
 
 def uses_alibi(config) -> bool:
