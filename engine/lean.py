@@ -35,9 +35,13 @@ class Part:
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Whether this forward is the model's own. Not for models whose layers lie on several devices."""
+    """Whether this forward is the model's own: of the family, and not somebody's variant of it that has its name.
+
+    Not for models whose layers lie on several devices.
+    """
+    known = type(model).__module__.startswith("transformers.models.") and model.config.model_type in FAMILY
     whole = not any(hasattr(module, "_hf_hook") for module in model.modules())
-    return whole and model.config.model_type in FAMILY and len({p.device for p in model.parameters()}) == 1
+    return known and whole and len({p.device for p in model.parameters()}) == 1
 
 
 class LeanForward:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, WINDOW, build
+from transformers import LlamaForCausalLM
 
 from engine.kv_cache import KVCache
 from engine.lean import FAMILY, fits
@@ -74,6 +75,11 @@ def test_other_models_and_models_in_parts_keep_the_stock_forward():
     assert not fits(build(FAMILIES["granite"]()))
     model = build(FAMILIES["llama"]())
     assert fits(model)
+
+    class Variant(LlamaForCausalLM):
+        """Code that came with a model's files: what its forward does is its own."""
+
+    assert not fits(Variant(model.config))
     model.model.layers[0]._hf_hook = object()
     assert not fits(model)
     assert ModelRunner(model).lean is None
