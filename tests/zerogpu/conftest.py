@@ -12,7 +12,7 @@ from visitors import PROMPT, at_rest, on_zerogpu
 @pytest.fixture(scope="session")
 def slow_model(tmp_path_factory):
     """Some milliseconds a step: long enough to come and go in the middle of an answer."""
-    return save_talkative_model(tmp_path_factory.mktemp("leased"), layers=8)
+    return save_talkative_model(tmp_path_factory.mktemp("leased"), layers=16)
 
 
 @pytest.fixture(scope="package")
