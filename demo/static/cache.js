@@ -30,9 +30,10 @@ export function mount({ element }) {
 
 /** The same bytes cut otherwise: by layer, by kind; what nobody's tokens fill. */
 function split({ model, padding_bytes: padding }, used) {
-  const said = used ? [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`] : [];
-  if (padding && used) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
-  return said.length ? `${said.join("; ")}.` : "";
+  if (!used) return "Nobody's tokens are in use at the moment; what is kept waits for the next turn.";
+  const said = [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`];
+  if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
+  return `${said.join("; ")}.`;
 }
 
 /** What nobody had to read again: a client's own earlier turns, and beginnings that are the same for everybody. */
@@ -42,7 +43,8 @@ function saved({ reused_tokens: reused, public_tokens: open }, yours) {
   const taken = [own && `${count(own)} from an earlier turn`, shared && `${count(shared)} from a public beginning`].filter(Boolean);
   if (taken.length) return `Of your ${count(sum("tokens"))} tokens ${taken.join(" and ")} did not have to be read again.`;
   const part = { 0: "none", [reused]: "all" }[open] ?? count(open);
-  return reused ? `Prefix reuse has saved all visitors together ${count(reused)} tokens, ${part} of them public.` : "";
+  if (!reused) return "No prefix reuse so far: nobody's text has begun like one that was read before.";
+  return `Prefix reuse has saved all visitors together ${count(reused)} tokens, ${part} of them public.`;
 }
 
 const kilobytes = (bytes) => (bytes < 1e6 ? `${count(bytes / 1e3)} kB` : megabytes(bytes));
