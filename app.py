@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from demo import sessions
 from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
@@ -23,6 +24,7 @@ from engine.lease import LeaseTerms
 
 
 FAREWELL_S = 1.0
+MOST_SESSIONS = 4000  # of open pages, and of those that were: some 10 KB each
 
 if TYPE_CHECKING:
     from demo.zerogpu import ZeroGPU
@@ -43,8 +45,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     with Engine(config, host, public_prompts()) as engine:
+        sessions.adapt()
         quotas = Quotas() if isinstance(host, str) else host.quotas
-        visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors, quotas)
+        visitors = Visitors(engine, settings, quotas)
         answers = Answers(engine)
         page = build_page(engine, visitors, answers, settings, quotas)
         try:
@@ -57,7 +60,10 @@ def main() -> int:
                 theme=build_theme(),
                 head_paths=HEAD,
                 footer_links=[],
-                app_kwargs=app_kwargs(engine, Live(engine, visitors, quotas), answers),
+                run_history=False,
+                enable_monitoring=False,
+                state_session_capacity=MOST_SESSIONS,
+                app_kwargs=app_kwargs(engine, page, Live(engine, visitors, quotas), answers),
             )
             engine.wait_ready()
             threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams

@@ -122,7 +122,7 @@ class Chat:
             visit.generation = generation
             visit.answers.append(answer)
             try:
-                async for update in self._follow(generation, answer.key, messages, notice, visit):
+                async for update in self._follow(generation, answer.key, messages, notice, visit, request.session_hash):
                     yield update
             finally:
                 visit.measured = visit.measured.with_turn(generation)
@@ -131,11 +131,17 @@ class Chat:
                     visit.generation = None
 
     async def _follow(
-        self, generation: Generation, key: str, messages: list[Message], notice: str | None, visit: Visit
+        self,
+        generation: Generation,
+        key: str,
+        messages: list[Message],
+        notice: str | None,
+        visit: Visit,
+        session: str | None,
     ) -> AsyncIterator[Update]:
         client = {"client": generation.client, "limit": self._engine.context, "notice": notice}
         speed_due = 0.0
-        with self._streams.follow(generation) as stream:
+        with self._streams.follow(generation, session) as stream:
             while await stream.next():
                 speed: Any = gr.skip()
                 if generation.events and monotonic() >= speed_due:

@@ -31,7 +31,7 @@ class Forum:
         """Run it and show its rows as they come."""
         rows: list[dict[str, Any]] = []
         try:
-            with self._streams.place(request):
+            with self._streams.place(request, "races"):
                 self._require_quiet()
                 self._running = True
                 try:

@@ -1,4 +1,4 @@
-"""Plain HTTP beside the page: health, metrics, static files, and no uploads."""
+"""Plain HTTP beside the page: health, metrics, what the panels ask for, and static files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,6 +6,8 @@ from typing import Any
 
 import gradio
 import plotly
+from fastapi.exceptions import RequestValidationError
+from gradio.route_utils import FnIndexInferError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -14,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from demo.api import Page
+from demo.gate import Gate, refuse_call, refuse_fields
 from demo.live import Live
 from demo.panel import STATIC
 from demo.tokens import Answers
@@ -27,7 +30,7 @@ WEB_COMPONENT_JS = Path(gradio.__file__).parent / "templates" / "frontend" / "gr
 A_WEEK = {"Cache-Control": "public, max-age=604800"}
 
 
-def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
+def app_kwargs(engine: Engine, page: Page, live: Live, answers: Answers) -> dict[str, Any]:
     """What Gradio's application is made with, so that these routes come before Gradio's own."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
@@ -74,35 +77,14 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
     ]
     return {
         "routes": routes,
-        "middleware": [Middleware(RefuseUploads)],
-        "exception_handlers": {TypeError: refuse_call, KeyError: refuse_call},
+        "middleware": [Middleware(Gate, known=page.calls.known)],
+        "exception_handlers": {
+            TypeError: refuse_call,
+            KeyError: refuse_call,
+            FnIndexInferError: refuse_call,
+            RequestValidationError: refuse_fields,
+        },
     }
-
-
-async def refuse_call(request: Request, error: Exception) -> Response:
-    """A sentence where Gradio's calls by name (`/call/v2/...`) raise about a name that it does not know.
-
-    Anything else stays a crash and is logged as one.
-    """
-    name = request.url.path.rstrip("/").rpartition("/call/v2/")[2]
-    if name == request.url.path.rstrip("/") or "/" in name:
-        raise error
-    sentence = f"there is no endpoint /{name}" if isinstance(error, KeyError) else str(error).partition(" Please")[0]
-    return JSONResponse({"error": sentence}, status_code=422)
-
-
-class RefuseUploads:
-    """Middleware: the page takes text only, whatever Gradio offers at its upload route."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
-            refusal = PlainTextResponse("This page takes no files.", status_code=403)
-            await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
 
 class EngineCollector:

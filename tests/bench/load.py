@@ -31,7 +31,14 @@ from running_app import ApiError, EventParser, RunningApp, generate_data, runnin
 
 BUSY = re.compile(r"The line is full: \d+ requests? (is|are) waiting\. Come back in about \d+ s\.")
 IN_LINE = re.compile(r"\b\d+(st|nd|rd|th) in line")
-PROMPTS = ("Once upon a time", "The lighthouse stood", "A recipe for bread:", "Dear visitor,", "In the beginning", "é🔭")
+PROMPTS = (
+    "Once upon a time",
+    "The lighthouse stood",
+    "A recipe for bread:",
+    "Dear visitor,",
+    "In the beginning",
+    "é🔭",
+)
 STUCK_S = 300.0  # that long, and a client counts as stuck
 PAUSE_S = 0.5  # of a client that was told to come back; a real one would wait longer
 SAMPLE_S = 5.0
@@ -64,7 +71,9 @@ class Question:
 class Client:
     """One visitor: an address, a habit and a dice."""
 
-    def __init__(self, number: int, app: RunningApp, questions: list[Question], events: dict[str, int], outcome: Outcome):
+    def __init__(
+        self, number: int, app: RunningApp, questions: list[Question], events: dict[str, int], outcome: Outcome
+    ):
         self.dice = random.Random(number)
         self.address = f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}"
         self.session = f"load{number}"
@@ -128,7 +137,11 @@ class Client:
     async def chat(self) -> None:
         """The page's own way: it sees its place in line."""
         settings = ["", 24, 0.7, 0.95, 50, 1, 1.1, 0, str(self.dice.randrange(99)), "", False, ""]
-        event = {"data": ["hello", None, None, *settings], "fn_index": self.events["send"], "session_hash": self.session}
+        event = {
+            "data": ["hello", None, None, *settings],
+            "fn_index": self.events["send"],
+            "session_hash": self.session,
+        }
         await self.post("gradio_api/queue/join", event)
         refused, completed = None, False
         async for line in self.lines(f"gradio_api/queue/data?session_hash={self.session}"):
@@ -202,7 +215,9 @@ def known_questions(app: RunningApp) -> list[Question]:
     questions = []
     for number, prompt in enumerate(PROMPTS):
         for temperature in (0.0, 1.0):
-            data = generate_data(prompt, max_new_tokens=16 + 8 * number, temperature=temperature, seed=number, ignore_eos=True)
+            data = generate_data(
+                prompt, max_new_tokens=16 + 8 * number, temperature=temperature, seed=number, ignore_eos=True
+            )
             answer = list(stream(app, "details", *data))[-1]
             questions.append(Question(data, [token["token_id"] for token in answer["tokens"]], answer["text"]))
     return questions
@@ -256,15 +271,14 @@ def run(app: RunningApp, clients: int, seconds: float) -> Outcome:
     stats = eventually_quiet(app)
     after = Left.now(app)
     outcome.require(stats["totals"]["restarts"] == 0, "the worker died")
-    outcome.require(after.children == before.children, f"{after.children} processes instead of {before.children}")
-    outcome.require(after.descriptors <= before.descriptors + 2, f"{after.descriptors} descriptors, {before.descriptors} before")
-    outcome.require(after.threads <= before.threads + 2, f"{after.threads} threads, {before.threads} before")
     settled = samples[len(samples) // 3].memory_mb
-    outcome.require(after.memory_mb - settled < GROWTH_MB, f"memory grew from {settled:.0f} to {after.memory_mb:.0f} MB")
+    outcome.require(after.children == before.children, f"processes: {before.children}, then {after.children}")
+    outcome.require(after.descriptors <= before.descriptors + 2, f"open files: {before} then {after}")
+    outcome.require(after.threads <= before.threads + 2, f"threads: {before} then {after}")
+    outcome.require(after.memory_mb - settled < GROWTH_MB, f"memory: {settled:.0f}, then {after.memory_mb:.0f} MB")
     outcome.require("Traceback" not in app.log, "a traceback in the log")
-    every = max(len(samples) // 10, 1)
-    print("memory:", " ".join(f"{sample.memory_mb:.0f}" for sample in samples[::every]), f"MB, {after.memory_mb:.0f} afterwards")
-    print("before:", before, "\nafter: ", after)
+    seen = [f"{sample.memory_mb:.0f}" for sample in samples[:: max(len(samples) // 10, 1)]]
+    print("memory:", *seen, f"MB, {after.memory_mb:.0f} afterwards")
     return outcome
 
 
