@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from demo import sessions
+from demo import logs, sessions
 from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
@@ -38,6 +38,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
 
+    logs.set_up()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the wait below
     try:
         host = choose_host(config, terms)

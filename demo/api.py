@@ -10,7 +10,7 @@ import gradio as gr
 from demo.prompts import SYSTEM_PROMPT
 from demo.quota import Quotas
 from demo.race import progress
-from demo.refusals import readable, refusals, require
+from demo.refusals import ERRORS, readable, refusals, require, sentence
 from demo.sessions import Calls
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
@@ -195,7 +195,17 @@ class Page(gr.Blocks):
         takes, public = len(block_fn.inputs), block_fn.api_visibility == "public"
         if len(inputs) > takes or (len(inputs) < takes and not public):
             most = "at most " if public else ""
-            sentence = f"/{block_fn.api_name} takes {most}{takes} values, not {len(inputs)}"
-            raise gr.Error(sentence, print_exception=False)
+            refusal = ValueError(f"/{block_fn.api_name} takes {most}{takes} values, not {len(inputs)}")
+            raise gr.Error(sentence(refusal), print_exception=False)
         inputs.extend(block.value for block in block_fn.inputs[len(inputs) :])
         super().validate_inputs(block_fn, inputs)
+
+    async def process_api(self, *what: Any, **how: Any) -> dict[str, Any]:
+        """Serve one call, or the next message of one; count what nobody expected."""
+        try:
+            return await super().process_api(*what, **how)
+        except gr.Error:
+            raise
+        except Exception:
+            ERRORS.labels("crash").inc()
+            raise

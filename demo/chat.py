@@ -13,7 +13,7 @@ import gradio as gr
 
 from demo.lease import handover_notice, waiting_for_gpu
 from demo.quota import identity
-from demo.refusals import REFUSALS, readable, require, sendable
+from demo.refusals import REFUSALS, readable, require, sendable, sentence
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
@@ -74,7 +74,7 @@ class Chat:
                 yield update
         except REFUSALS as refusal:
             back = sendable(prompt) if isinstance(prompt, str) else gr.skip()
-            yield show(messages, notice=str(refusal)), back, gr.skip()
+            yield show(messages, notice=sentence(refusal)), back, gr.skip()
 
     async def retry(
         self, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
@@ -85,7 +85,7 @@ class Chat:
             async for update in self._answer(messages[:-1], visit, request, settings):
                 yield update[0], gr.skip(), update[2]
         except REFUSALS as refusal:
-            yield show(messages, notice=str(refusal)), gr.skip(), gr.skip()
+            yield show(messages, notice=sentence(refusal)), gr.skip(), gr.skip()
 
     def edit(self, conversation: Any) -> tuple[Any, str]:
         """Take the last question back into the prompt field."""

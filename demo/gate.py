@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from demo.refusals import ERRORS
+
 MOST_BODY_BYTES = 4 * 2**20  # a long conversation has a tenth of it
 MOST_SESSION_CHARACTERS = 64
 
@@ -49,6 +51,7 @@ class Gate:
                     check_call(body, scope["path"])
                 receive = again(body, receive)
         except HTTPException as refusal:
+            ERRORS.labels("not_understood").inc()
             await PlainTextResponse(refusal.detail, refusal.status_code)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -117,6 +120,7 @@ def _is_name(value: Any) -> bool:
 
 async def refuse_fields(_: Request, error: Exception) -> Response:
     """A sentence where fields are missing or of the wrong type, without repeating them as FastAPI would."""
+    ERRORS.labels("not_understood").inc()
     problems: list[dict[str, Any]] = getattr(error, "errors", list)()
     named = (f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}" for problem in problems[:3])
     return JSONResponse({"error": "; ".join(named)}, status_code=422)
@@ -133,6 +137,7 @@ async def refuse_call(request: Request, error: Exception) -> Response:
         raise error
     if isinstance(error, TypeError) and call[1] != "call/v2":
         raise error
+    ERRORS.labels("not_understood").inc()
     known_by = f"endpoint /{call[2]}" if call[1] != "queue" else "such event"
     sentence = str(error).partition(" Please")[0] if isinstance(error, TypeError) else f"there is no {known_by}"
     return JSONResponse({"error": sentence}, status_code=422)

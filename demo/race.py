@@ -9,7 +9,7 @@ import gradio as gr
 from demo import race_figures
 from demo.lease import race_in_line
 from demo.quota import Quotas
-from demo.refusals import REFUSALS, require
+from demo.refusals import REFUSALS, require, sentence
 from demo.streams import Streams
 from engine import Comparison, Engine
 from engine.gap import LANES
@@ -71,7 +71,7 @@ class Race:
                 async for value in self._follow(comparison, request.session_hash):
                     yield {**value, **shown}
         except REFUSALS as refusal:
-            yield {"state": "refused", "lanes": [], "notice": str(refusal), **shown}
+            yield {"state": "refused", "lanes": [], "notice": sentence(refusal), **shown}
         finally:
             self._running.pop(request.session_hash or "", None)
 

@@ -9,16 +9,13 @@ from typing import Literal, Protocol
 
 import gradio as gr
 
+from demo.refusals import TooMany
 from demo.settings import PageSettings
 
 MESSAGES_PER_SECOND = 60
 FASTEST, SLOWEST = 0.125, 1.0
 PATIENCE_S = 30.0  # with a reader who does not read
 WHO = ("You already have", "Your network address already has")
-
-
-class TooMany(ValueError):
-    """A visitor or an address asks for more than its share."""
 
 
 class Source(Protocol):

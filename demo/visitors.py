@@ -12,7 +12,7 @@ import gradio as gr
 from demo.lease import waiting_for_gpu
 from demo.prompts import VISITORS
 from demo.quota import Quotas
-from demo.refusals import REFUSALS, require
+from demo.refusals import REFUSALS, require, sentence
 from demo.settings import PageSettings
 from demo.streams import address_of
 from engine import Engine, Generation, GenerationError, SamplingParams
@@ -68,7 +68,7 @@ class Visitors:
                 await came[0].changed(timeout=WORD_EVERY_S)
             _raise_first(came)
         except REFUSALS as refusal:
-            yield {"said": str(refusal)}
+            yield {"said": sentence(refusal)}
             return
         yield {"said": f"{len(came)} came. They ask real questions of the same model and share its steps."}
 

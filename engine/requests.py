@@ -1,5 +1,6 @@
 """The unfinished requests, generations and races, and what a step, or a worker's end, means for them."""
 
+import logging
 from collections.abc import Callable, Iterator
 
 from engine import tracing
@@ -15,6 +16,8 @@ RACE_RESTARTED = "The engine restarted during this race. Start it again."
 RACE_OUTLASTED = "The GPU lease ended before this race did. Start it again, with fewer tokens."
 
 Request = Generation | Comparison
+
+logger = logging.getLogger("kvscope")
 
 
 class Requests:
@@ -56,6 +59,7 @@ class Requests:
             del self.generations[request.id]
             self._telemetry.record_end(request.span())
             tracing.record(request, self.model_name)
+            logger.info("request ended", extra={"fields": request.log_fields()})
         else:
             del self.comparisons[request.id]
 
@@ -123,7 +127,9 @@ class Requests:
                 continue
             touched[generation.id] = generation
             delivered += 1
-            if reason := generation._push(token, report.record):
+            reason = generation._push(token, report.record)
+            self._telemetry.record_token(generation)
+            if reason:
                 if reason == "stop_sequence" and not token.finish_reason:
                     cancel(generation.id)
                 self.end(generation, reason)
