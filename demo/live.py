@@ -1,6 +1,7 @@
 """What every open page is shown about everybody: one JSON, built once a second for all of them."""
 
 import json
+import secrets
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ class Live:
         self._quotas = quotas
         self._visitors = visitors
         self._lanes: dict[int, int] = {}
+        self._server = secrets.token_hex(4)  # this run of it: a page of another one loads itself anew
         self._built = -BUILD_EVERY_S
         self._message = b""
 
@@ -49,6 +51,7 @@ class Live:
         queue, probes = snapshot["queue"], snapshot["probes"]
         speeds = [(entry["time"], entry["tokens_per_second"]) for entry in snapshot["history"]]
         return {
+            "server": self._server,
             "model": snapshot["model"],
             "worker": snapshot["worker"],
             "lease": live_lease(snapshot, self._quotas),

@@ -64,8 +64,6 @@ def test_any_value_of_any_parameter_is_taken_or_refused(ending, endpoint, change
     endpoint=st.sampled_from(["generate", "details", "chat", "compare", "stats"]), data=st.lists(anything, max_size=4)
 )
 def test_any_values_by_position_are_taken_or_refused(ending, endpoint, data):
-    if endpoint == "compare" and len(data) > 1 and data[1] is True:
-        data[1] = 2
     outcome(ending, endpoint, data)
 
 

@@ -3,16 +3,29 @@
 // context), client (your number).
 
 import { indented } from "./json.js";
+import { keep } from "./keep.js";
 import { wake, you } from "./live.js";
 import { markdown } from "./markdown.js";
 import { TokenView } from "./tokens.js";
 import { count, parts, say, sayLinked } from "./words.js";
 
 const root = document.documentElement;
+const SILENCE_MS = 20_000; // of a server that says something each second while it answers
+const BROKE_OFF = "The connection broke while this was answered. Retry asks again; Edit takes the question back.";
 
 export function mount({ element, props, watch, trigger }) {
   const part = parts(element);
   const shown = [];
+  let heard = 0;
+
+  const show = (value) => {
+    props.value = value;
+    render();
+  };
+  const breakOff = () => {
+    const { pending, streaming, ...kept } = props.value ?? {};
+    if (pending || streaming) show({ ...kept, notice: BROKE_OFF });
+  };
 
   const render = () => {
     const { messages = [], pending, streaming, notice, used, limit, client } = props.value ?? {};
@@ -41,8 +54,17 @@ export function mount({ element, props, watch, trigger }) {
     if (near || pending) part.scroll.scrollTop = part.scroll.scrollHeight;
   };
 
-  watch("value", render);
-  render();
+  watch("value", () => {
+    heard = Date.now();
+    render();
+  });
+  setInterval(() => Date.now() - heard > SILENCE_MS && breakOff(), 1000);
+  new MutationObserver(() => root.dataset.connection === "lost" && breakOff()).observe(root, {
+    attributeFilter: ["data-connection"],
+  });
+  const before = keep("conversation", () => props.value);
+  if (before) show(before);
+  else render();
 }
 
 /** One message: its text, and under it what can be said of it and done with it. */

@@ -1,6 +1,8 @@
 // The state of the page that all panels share: what is shown (from the address), who "you" are,
 // and the message about everybody, fetched once a second while something runs.
 
+import { renew } from "./keep.js";
+
 const ACTIVE_MS = 1000, IDLE_MS = 4000, RETRY_MS = 2000;
 const LOOKS_AFTER_WAKING = 3;
 const root = document.documentElement;
@@ -9,6 +11,8 @@ let latest = null;
 let timer = null;
 let inSight = true; // false for a frame that its page has scrolled away
 let looks = 0;
+let server = null; // which run of the server this page belongs to
+let broken = false; // Gradio's connection
 
 export const you = { client: null };
 
@@ -41,6 +45,8 @@ async function poll() {
     const response = await fetch(new URL("live", import.meta.url), { cache: "no-store" });
     if (!response.ok) throw new Error(response.statusText);
     latest = await response.json();
+    server ??= latest.server;
+    if (broken || latest.server !== server) return renew();
     root.dataset.connection = "open";
     root.dataset.worker = latest.worker;
     for (const listener of listeners) listener(latest);
@@ -50,6 +56,21 @@ async function poll() {
   }
   clearTimeout(timer);
   timer = setTimeout(poll, pause);
+}
+
+/**
+ * Once Gradio has lost its connection it does nothing any more but ask for `app_id`, on and on, to load the page anew as
+ * soon as it is answered: what was typed and said would be gone. So it gets no answer, and this page comes back itself.
+ */
+function watchGradio() {
+  const fetchAnything = window.fetch;
+  window.fetch = (resource, options) => {
+    if (!/\/gradio_api\/app_id\b/.test(resource.url ?? resource)) return fetchAnything(resource, options);
+    for (const button of document.querySelectorAll(".toast-close")) button.click();
+    if (!broken) poll();
+    broken = true;
+    return Promise.reject(new TypeError("not asked: see live.js"));
+  };
 }
 
 function readAddress() {
@@ -62,6 +83,7 @@ function readAddress() {
 }
 
 readAddress();
+watchGradio();
 document.addEventListener("visibilitychange", poll);
 new IntersectionObserver(([entry]) => {
   if (inSight === entry.isIntersecting) return;
