@@ -23,8 +23,8 @@ class EngineConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is float32 on a CPU and the model's own half precision on a GPU"
     )
-    quantize: Literal["none", "8bit", "4bit"] = Field(
-        "none", description="`8bit` or `4bit` weights by bitsandbytes, on a GPU"
+    quantize: Literal["none", "int8", "8bit", "4bit"] = Field(
+        "none", description="`int8` weights and activations on a CPU; `8bit` or `4bit` weights by bitsandbytes on a GPU"
     )
     cache: Path = Field(Path("~/.cache/kvscope"), description="folder for converted weights")
     hub_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds to wait for the model hub to answer")

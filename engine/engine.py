@@ -77,14 +77,14 @@ class Engine:
         cls,
         model: str | None = None,
         device: str = "auto",
-        quantization: Literal["8bit", "4bit"] | None = None,
+        quantization: Literal["int8", "8bit", "4bit"] | None = None,
         *,
         config: EngineConfig | None = None,
         host: str = "process",
     ) -> "Engine":
         """An engine that is ready. `model` None is the default model; `LoadingError` says what to do."""
-        if quantization not in (None, "none", "8bit", "4bit"):
-            raise ValueError(f"quantization must be None, '8bit' or '4bit', not {quantization!r}")
+        if quantization not in (None, "none", "int8", "8bit", "4bit"):
+            raise ValueError(f"quantization must be None, 'int8', '8bit' or '4bit', not {quantization!r}")
         config = config or load_config()
         asked = {"model": model, "device": None if device == "auto" else device, "quantize": quantization}
         engine = cls(config.model_copy(update={name: value for name, value in asked.items() if value}), host)

@@ -55,8 +55,9 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
 def make_core(files: ModelFiles, model: PreTrainedModel, config: EngineConfig) -> tuple[EngineCore, Ready]:
     """Warm the model up and put an engine around it; `LoadingError` if it cannot be served."""
     parameters = model.num_parameters()
-    pack_linears(model)
     runner = make_runner(files, model)
+    # After the rehearsal: rounding to 8 bits would hide from it the small mistakes that it looks for.
+    pack_linears(model, config.quantize)
     trusted = config.trust_remote_code
     end_ids = eos_token_ids(files.folder, trusted)
     grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
