@@ -147,9 +147,13 @@ class Generation:
         """End now. What was emitted stays; the row is free within two steps."""
         self._engine.cancel(self)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the end, whichever, or for `timeout` seconds; whether it has ended."""
+        return self._signal.wait_for(lambda: self.done, timeout)
+
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end. `TimeoutError` after `timeout` seconds, `GenerationError` if it failed."""
-        if not self._signal.wait_for(lambda: self.done, timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"generation {self.id} did not end within {timeout} s")
         self._raise_if_failed()
         return self.result_so_far()
@@ -221,6 +225,11 @@ class Generation:
         }
 
     # ---- the engine's side
+
+    def _begins(self) -> None:
+        """Admitted: its first chunk is being computed."""
+        self.state = "prefill"
+        self._signal.notify()
 
     def _seated(self, slot: SlotState, record: StepRecord) -> None:
         if self.times.prefill is None:

@@ -1,6 +1,7 @@
 """The unfinished requests, generations and races, and what a step, or a worker's end, means for them."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from engine import tracing
 from engine.comparison import Comparison
@@ -49,6 +50,12 @@ class Requests:
         lanes = sum(len(request.start.lanes) for request in own if isinstance(request, Comparison))
         return owed, to_read, lanes
 
+    def races(self) -> dict[str, Any]:
+        """What snapshots say of them."""
+        states = [comparison.state for comparison in self.comparisons.values()]
+        running = any(state in ("running", "paused") for state in states)
+        return {"waiting": states.count("waiting"), "running": running, "paused": "paused" in states}
+
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """It is over, for whatever reason; its followers are told."""
         request._finish(reason, error)
@@ -80,6 +87,9 @@ class Requests:
         for probe in report.probes:
             if generation := self.generations.get(probe.request):
                 generation.probes.append(probe)
+        for number in report.put_back:
+            if generation := self.generations.get(number):
+                generation._interrupted(failed=False, handed_over=False)
         for failure in report.failures:
             if request := self.generations.get(failure.request_id) or self.comparisons.get(failure.request_id):
                 self.end(request, "error", failure.message)
@@ -94,20 +104,27 @@ class Requests:
             generation._notify()
         return bool(delivered or report.race_steps)
 
-    def worker_ended(self, *, died: bool, in_vain_for: Payer | None = None) -> None:
+    def begin(self, request_ids: list[int]) -> None:
+        """The worker begins to compute these."""
+        for number in request_ids:
+            if request := self.generations.get(number) or self.comparisons.get(number):
+                request._begins()
+
+    def worker_ended(self, *, died: bool, in_vain_for: Payer | None = None, loading: bool = False) -> None:
         """Everything is waiting again, to go on in another worker with the tokens it would have had.
 
         What was under way when a worker died has one such chance, and so has what somebody paid for in vain; a race
-        has none once it has begun.
+        has none once there is a step of it. A death while `loading` concerns all who wait for it.
         """
         for comparison in list(self.comparisons.values()):
-            failed = _is(comparison.payer, in_vain_for)
+            started = comparison.state != "waiting" or loading
+            failed = (died and started) or _is(comparison.payer, in_vain_for)
             if comparison.begun or (failed and comparison.resumed):
                 self.end(comparison, "error", RACE_RESTARTED if died else RACE_OUTLASTED)
                 continue
             comparison._interrupted(failed=failed)
         for generation in list(self.generations.values()):
-            started = generation.state != "waiting"
+            started = generation.state != "waiting" or loading
             failed = (died and started) or _is(generation.payer, in_vain_for)
             if failed and generation.resumed:
                 self.end(generation, "error", DIED_TWICE if died else TOO_SLOW)

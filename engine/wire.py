@@ -90,6 +90,13 @@ class Parked:
 
 
 @dataclass(frozen=True)
+class Began:
+    """Sequences or races that the step now beginning takes in: if the worker dies of it, they were there."""
+
+    request_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Token:
     request_id: int
     token_id: int
@@ -173,6 +180,7 @@ class StepReport:
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    put_back: list[int] = field(default_factory=list)  # requests that wait again, because memory ran out
     probes: list[Probe] = field(default_factory=list)
     race_steps: list[RaceStep] = field(default_factory=list)
     slots: list[SlotState] = field(default_factory=list)
