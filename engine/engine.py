@@ -249,8 +249,7 @@ class Engine:
             if self._state == "stopped":
                 return
             self._stop(DRAINED if self._draining else CLOSED)
-            worker = self._workers.current
-        if worker:
+        if worker := self._workers.current:
             worker.stop(PATIENCE_S)
 
     def __enter__(self) -> "Engine":
@@ -290,6 +289,8 @@ class Engine:
                         self._loading = asdict(message)
                     case LoadingFailed(text) if self.prompts is None or self._workers.leased:
                         self._stop(text)
+                    case LoadingFailed(text):
+                        self._error = text
                     case Ready():
                         self._became_ready(message)
                         self._workers.started()
@@ -323,7 +324,7 @@ class Engine:
             self._workers.publish(self.prompts.encode_all(self._public))
         self.facts = {**ready.facts, "chat_template": self.prompts.has_chat_template}
         self._requests.model_name = self.facts["name"]
-        self._loading, self._state = None, "ready"
+        self._loading, self._error, self._state = None, None, "ready"
         self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 

@@ -110,21 +110,21 @@ class Requests:
             if request := self.generations.get(number) or self.comparisons.get(number):
                 request._begins()
 
-    def worker_ended(self, *, died: bool, in_vain_for: Payer | None = None, loading: bool = False) -> None:
+    def worker_ended(self, *, died: bool, in_vain_for: Payer | None = None, in_vain: bool = False) -> None:
         """Everything is waiting again, to go on in another worker with the tokens it would have had.
 
         What was under way when a worker died has one such chance, and so has what somebody paid for in vain; a race
-        has none once there is a step of it. A death while `loading` concerns all who wait for it.
+        has none once there is a step of it. A worker that died `in_vain`, with nothing for anybody, failed them all.
         """
         for comparison in list(self.comparisons.values()):
-            started = comparison.state != "waiting" or loading
+            started = comparison.state != "waiting" or in_vain
             failed = (died and started) or _is(comparison.payer, in_vain_for)
             if comparison.begun or (failed and comparison.resumed):
                 self.end(comparison, "error", RACE_RESTARTED if died else RACE_OUTLASTED)
                 continue
             comparison._interrupted(failed=failed)
         for generation in list(self.generations.values()):
-            started = generation.state != "waiting" or loading
+            started = generation.state != "waiting" or in_vain
             failed = (died and started) or _is(generation.payer, in_vain_for)
             if failed and generation.resumed:
                 self.end(generation, "error", DIED_TWICE if died else TOO_SLOW)

@@ -132,7 +132,7 @@ class Workers:
         self._telemetry.worker_lost()
         in_vain = lease is not None and not lease.fruitful and (died or lease.until is not None)
         blamed = lease.payer if lease and in_vain else None
-        self._requests.worker_ended(died=died, in_vain_for=blamed, loading=not (self.leased or self._loaded))
+        self._requests.worker_ended(died=died, in_vain_for=blamed, in_vain=not (self.leased or self._fruitful))
         if lease:
             if in_vain:
                 self._start_s = max(self._start_s, lease.spent_s(time.monotonic()))
