@@ -90,7 +90,7 @@ class EngineCore:
     @torch.no_grad()
     def step(self, begins: Callable[[list[int]], None] = lambda request_ids: None) -> StepReport:
         """One turn. `begins` is told of sequences and races before they are computed for the first time."""
-        report = StepReport(StepRecord(time=time.time()))
+        report = StepReport(StepRecord(time=time.monotonic()))
         self._padding_tokens = 0
         self.measuring.step(report, begins)
         started = time.perf_counter()

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from engine import line, tracing
+from engine import clock, line, tracing
 from engine.clients import Clients
 from engine.comparison import Comparison, Lane, check_lanes
 from engine.config import EngineConfig, load_config
@@ -30,12 +30,11 @@ from engine.sequence import Sequence
 from engine.telemetry import Telemetry
 from engine.tokenizer import load_tokenizer
 from engine.watchdog import Watchdog
-from engine.wire import Began, Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StartRace, StepReport
+from engine.wire import Began, Cancel, LeaseRefused, Loading, LoadingFailed, Ready, StartRace, StepReport
 from engine.workers import Workers
 
 SNAPSHOT_EVERY_S = 0.25
 PATIENCE_S = 5.0  # for a worker that is told to end
-RELEASE_S = 10.0  # for one that has ended, and whoever has to hear of it
 
 
 class Engine:
@@ -57,7 +56,9 @@ class Engine:
         self._eos_token_ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._requests = Requests(self.telemetry)
-        self._workers = Workers(host, self.config, self._requests, self.telemetry, self._lock, self._read)
+        self._workers = Workers(
+            host, self.config, self._requests, self.telemetry, self._lock, self._hear, self._worker_ended
+        )
         self._ids = itertools.count(1)
         self._clients = Clients()
         self._state = "loading"
@@ -213,8 +214,8 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """What the engine is doing, as JSON-able data. Shared by its readers; made at most four times a second."""
         with self._lock:
-            now = time.time()
-            if self._snapshot is None or not 0 <= now - self._snapshot["time"] < SNAPSHOT_EVERY_S:
+            now = clock.now()
+            if self._snapshot is None or now - self._snapshot["time"] >= SNAPSHOT_EVERY_S:
                 generations = self._unfinished()
                 self._snapshot = {
                     "time": now,
@@ -232,7 +233,7 @@ class Engine:
     def timeline(self, window_s: float, back_s: float) -> dict[str, Any]:
         """The `window_s` seconds until `back_s` seconds ago: requests, speeds and, of at most ten seconds, steps."""
         with self._lock:
-            until = time.time() - back_s
+            until = clock.now() - back_s
             return self.telemetry.timeline(until - window_s, until, self._unfinished())
 
     def drain(self) -> None:
@@ -278,35 +279,23 @@ class Engine:
 
     # ---- the worker
 
-    def _read(self, worker: Worker) -> None:
-        parked = False
-        for message in worker.messages():
-            with self._lock:
-                if self._state == "stopped":
-                    continue
-                match message:
-                    case Loading():
-                        self._loading = asdict(message)
-                    case LoadingFailed(text) if self.prompts is None or self._workers.leased:
-                        self._stop(text)
-                    case LoadingFailed(text):
-                        self._error = text
-                    case Ready():
-                        self._became_ready(message)
-                        self._workers.started()
-                    case Began(request_ids):
-                        self._requests.begin(request_ids)
-                    case StepReport():
-                        self._take_in(message)
-                    case LeaseRefused(text):
-                        self._workers.refused(text)
-                        parked = True
-                    case Parked():
-                        parked = True
-        worker.stop(RELEASE_S)  # not under the lock: it waits
-        with self._lock:
-            if self._state != "stopped":
-                self._worker_ended(parked)
+    def _hear(self, message: object) -> None:
+        match message:
+            case Loading():
+                self._loading = asdict(message)
+            case LoadingFailed(text) if self.prompts is None or self._workers.leased:
+                self._stop(text)
+            case LoadingFailed(text):
+                self._error = text
+            case Ready():
+                self._became_ready(message)
+                self._workers.started()
+            case Began(request_ids):
+                self._requests.begin(request_ids)
+            case StepReport():
+                self._take_in(message)
+            case LeaseRefused(text):
+                self._workers.refused(text)
 
     def _take_in(self, report: StepReport) -> None:
         size = self.facts["bytes_per_token"]

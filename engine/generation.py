@@ -1,10 +1,10 @@
 """One generation as its caller sees it: a stream of events that becomes a result."""
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine import clock
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
 from engine.sequence import Sequence
@@ -90,7 +90,7 @@ class GenerationResult:
 class Lifeline:
     """Unix seconds of a request's stations; None until it got there."""
 
-    queued: float = field(default_factory=time.time)
+    queued: float = field(default_factory=clock.now)
     prefill: float | None = None
     decode: float | None = None
     ended: float | None = None
@@ -246,7 +246,7 @@ class Generation:
 
     def _push(self, token: Token, record: StepRecord) -> str | None:
         """Append a token; the finish reason, if this was the last one."""
-        now = time.time()
+        now = clock.now()
         self.times.prefill = self.times.prefill or record.time
         self.times.decode = self.times.decode or now
         text = self._detokenizer.push(token.token_id)
@@ -273,7 +273,7 @@ class Generation:
         return reason
 
     def _finish(self, reason: str, error: str | None = None) -> None:
-        self.times.ended = time.time()
+        self.times.ended = clock.now()
         self.state, self.error = "finished", error
         self.finish_reason = reason  # last: it is what `done` reads
         self._signal.notify()
@@ -294,7 +294,7 @@ class Generation:
 
     def _timings(self, events: list[TokenEvent]) -> Timings:
         times = self.times
-        now = times.ended or time.time()
+        now = times.ended or clock.now()
         first = times.decode or now
         last = events[-1].time if events else first
         decode_s = max(last - first, 0.0)

@@ -1,9 +1,12 @@
 """The unfinished requests, generations and races, and what a step, or a worker's end, means for them."""
 
+import logging
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from engine import tracing
+from engine import clock, tracing
 from engine.comparison import Comparison
 from engine.generation import Generation
 from engine.lease import Payer
@@ -14,6 +17,10 @@ TOO_SLOW = "Two GPU leases ended before this answer could go on. Please send it 
 DIED_TWICE = "The engine died twice during this answer. Please send it again."
 RACE_RESTARTED = "The engine restarted during this race. Start it again."
 RACE_OUTLASTED = "The GPU lease ended before this race did. Start it again, with fewer tokens."
+
+NO_TEXT = "The model's tokens could not be turned into text here. Please send it again, in other words."
+
+logger = logging.getLogger(__name__)
 
 Request = Generation | Comparison
 
@@ -75,6 +82,8 @@ class Requests:
 
         `cancel` reaches the worker, which knows no stop strings.
         """
+        report.record.time = clock.unix(report.record.time)
+        report.probes = [replace(probe, time=clock.unix(probe.time)) for probe in report.probes]
         touched: dict[int, Generation] = {}
         for slot in report.slots:
             if slot.state != "retained" and (generation := self.generations.get(slot.request_id)):
@@ -95,7 +104,11 @@ class Requests:
                 self.end(request, "error", failure.message)
         for step in report.race_steps:
             if comparison := self.comparisons.get(step.request_id):
-                comparison._push(step)
+                try:
+                    comparison._push(step)
+                except BaseException as error:
+                    self._broke(comparison, error, cancel)
+                    continue
                 if comparison.done:
                     del self.comparisons[comparison.id]
         waiting = sum(generation.state == "waiting" for generation in self.generations.values())
@@ -131,6 +144,13 @@ class Requests:
                 continue
             generation._interrupted(failed=failed, handed_over=started and not failed)
 
+    def _broke(self, request: Request, error: BaseException, cancel: Callable[[int], None]) -> None:
+        """Its tokens did not become text, which concerns nobody else. The log gets no message: text may be in it."""
+        where = "".join(traceback.format_tb(error.__traceback__))
+        logger.error("The text of request %d failed with %s.\n%s", request.id, type(error).__name__, where)
+        cancel(request.id)
+        self.end(request, "error", NO_TEXT)
+
     def _take_tokens(self, report: StepReport, touched: dict[int, Generation], cancel: Callable[[int], None]) -> int:
         """How many tokens found their generation: those behind a stop string or of a cancelled one are nobody's."""
         delivered = 0
@@ -140,7 +160,12 @@ class Requests:
                 continue
             touched[generation.id] = generation
             delivered += 1
-            if reason := generation._push(token, report.record):
+            try:
+                reason = generation._push(token, report.record)
+            except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
+                self._broke(generation, error, cancel)
+                continue
+            if reason:
                 if reason == "stop_sequence" and not token.finish_reason:
                     cancel(generation.id)
                 self.end(generation, reason)

@@ -142,7 +142,7 @@ class Probe:
     length: int
     naive_ms: float
     cached_ms: float
-    time: float
+    time: float  # as a `StepRecord`'s
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class RaceStep:
 class StepRecord:
     """One turn of the engine; milliseconds are exclusive of probes and races."""
 
-    time: float
+    time: float  # of `time.monotonic`, which the front turns into Unix seconds
     batch_size: int = 0
     prefill_tokens: int = 0
     forward_ms: float = 0.0

@@ -3,6 +3,7 @@
 Either way the unfinished requests go from one worker to the next, with the tokens that they would have had.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -17,14 +18,20 @@ from engine.lease import START_S, Demand, Lease, Payer, seconds_needed
 from engine.requests import Request, Requests
 from engine.telemetry import Telemetry
 from engine.watchdog import Owing
-from engine.wire import Publish, Submit
+from engine.wire import LeaseRefused, Parked, Publish, Submit
 
+logger = logging.getLogger(__name__)
+
+RELEASE_S = 10.0  # for a worker that has ended, and whoever has to hear of it
 LOADING_PATIENCE = 10  # times the usual silence: reading weights from a slow disk says nothing for long
 MOST_PAUSE_S = 60.0  # between workers of which none lives long enough to help anybody
 
 
 class Workers:
-    """The current worker, if there is one. The engine's lock guards all of it; `read` follows each new worker."""
+    """The current worker, if there is one. The engine's lock guards all of it.
+
+    Under it, each worker's messages go to `hear`, and when it is gone, `ended` is told whether it was parked.
+    """
 
     def __init__(
         self,
@@ -33,14 +40,15 @@ class Workers:
         requests: Requests,
         telemetry: Telemetry,
         lock: threading.RLock,
-        read: Callable[[Worker], None],
+        hear: Callable[[object], None],
+        ended: Callable[[bool], None],
     ):
         self.current: Worker | None = None
         self.lease: Lease | None = None
         self.handovers = 0
         self.deaths = 0
         self._host, self._config, self._requests, self._telemetry = host, config, requests, telemetry
-        self._lock, self._read = lock, read
+        self._lock, self._hear, self._heard_out = lock, hear, ended
         self._public: list[list[int]] = []
         self._loaded = False  # whether the current worker has its model
         self._fruitful = False  # whether anybody has got anything from it
@@ -170,7 +178,23 @@ class Workers:
     def _follow(self, worker: Worker) -> None:
         self.current = worker
         self.tell(Publish(self._public))
-        threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
+        threading.Thread(target=self._listen, args=(worker,), name="kvscope-reader", daemon=True).start()
+
+    def _listen(self, worker: Worker) -> None:
+        parked = False
+        try:
+            for message in worker.messages():
+                parked |= isinstance(message, LeaseRefused | Parked)
+                with self._lock:
+                    if not self._closed:
+                        self._hear(message)
+        except Exception:
+            # Whoever does not hear it any more has to do without it.
+            logger.exception("What the worker said could not be taken in.")
+        worker.stop(RELEASE_S)  # not under the lock: it waits
+        with self._lock:
+            if not self._closed:
+                self._heard_out(parked)
 
     def _hand_over(self, request: Request) -> None:
         """Have the worker compute it. What is measured for one visitor alone, only that visitor's lease pays for."""

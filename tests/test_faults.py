@@ -122,6 +122,20 @@ def test_a_replacement_that_cannot_be_loaded_is_tried_again_and_nobody_waits_for
     assert engine.snapshot()["error"] is None
 
 
+def test_a_report_that_cannot_be_taken_in_costs_the_worker_and_not_the_answers(tiny_engine, monkeypatch):
+    engine = tiny_engine()
+    expected = engine.submit("abc", params(1, 200)).result(WAIT_S).token_ids
+    generation, record = engine.submit("abc", params(1, 200)), engine.telemetry.record
+
+    def once(*args):
+        monkeypatch.setattr(engine.telemetry, "record", record)
+        raise KeyError("a bug")
+
+    next(iter(generation))
+    monkeypatch.setattr(engine.telemetry, "record", once)
+    assert generation.result(WAIT_S).token_ids == expected and generation.resumed
+
+
 def test_drained_requests_that_outlast_the_limit_are_told(tiny_engine):
     engine = tiny_engine(max_context=4096, drain_s=0.2)
     quick, slow, race = engine.submit("a", params(1, 2)), engine.submit("b", params(1, 4000)), engine.compare("c", 500)
