@@ -23,6 +23,7 @@ from engine.lease import LeaseTerms
 
 
 FAREWELL_S = 1.0
+ENDING = (signal.SIGTERM, signal.SIGINT)
 
 if TYPE_CHECKING:
     from demo.zerogpu import ZeroGPU
@@ -36,7 +37,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the wait below
+    for number in ENDING:
+        signal.signal(number, end_waiting)
     try:
         host = choose_host(config, terms)
     except LoadingError as error:
@@ -72,9 +74,18 @@ def main() -> int:
     return 0
 
 
+def end_waiting(_number: int, _frame: object) -> None:
+    """The first signal ends the waiting in `main`; a second one the process, at once."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
 def end_streams(engine: Engine) -> None:
-    """Close the engine, and let whoever was listening hear of it: the server would wait longer for open streams."""
-    listened_to = any(engine.snapshot()["queue"][part] for part in ("waiting", "running"))
+    """Let answers end, close the engine, and let whoever was listening hear of it before the server goes."""
+    snapshot = engine.snapshot()
+    listened_to = any(snapshot[what][part] for what in ("queue", "races") for part in ("waiting", "running"))
+    engine.drain()
     engine.close()
     if listened_to:
         time.sleep(FAREWELL_S)

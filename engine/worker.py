@@ -24,7 +24,7 @@ from engine.loading import load_model, make_runner, resolve
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.tokenizer import eos_token_ids
-from engine.wire import Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
+from engine.wire import Began, Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
 
 
 def serve(connection: Connection, config: EngineConfig) -> None:
@@ -79,7 +79,7 @@ def run(core: EngineCore, connection: Connection, until: float = math.inf) -> No
             _handle(core, message)
             if not core.has_work:
                 break
-        connection.send(core.step())
+        connection.send(core.step(lambda request_ids: connection.send(Began(request_ids))))
 
 
 def _handle(core: EngineCore, message: object) -> None:
