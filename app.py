@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from demo import logs, sessions
 from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
@@ -24,6 +25,7 @@ from engine.lease import LeaseTerms
 
 FAREWELL_S = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
+MOST_SESSIONS = 4000  # of open pages, and of those that were: some 10 KB each
 
 if TYPE_CHECKING:
     from demo.zerogpu import ZeroGPU
@@ -37,6 +39,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
 
+    logs.set_up()
     for number in ENDING:
         signal.signal(number, end_waiting)
     try:
@@ -45,8 +48,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     with Engine(config, host, public_prompts()) as engine:
+        sessions.adapt()
         quotas = Quotas() if isinstance(host, str) else host.quotas
-        visitors = Visitors(engine, settings.visitors_per_press, settings.max_brought_visitors, quotas)
+        visitors = Visitors(engine, settings, quotas)
         answers = Answers(engine)
         page = build_page(engine, visitors, answers, settings, quotas)
         try:
@@ -59,7 +63,10 @@ def main() -> int:
                 theme=build_theme(),
                 head_paths=HEAD,
                 footer_links=[],
-                app_kwargs=app_kwargs(engine, Live(engine, visitors, quotas), answers),
+                run_history=False,
+                enable_monitoring=False,
+                state_session_capacity=MOST_SESSIONS,
+                app_kwargs=app_kwargs(engine, page, Live(engine, visitors, quotas), answers),
             )
             engine.wait_ready()
             threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams

@@ -10,7 +10,8 @@ import gradio as gr
 from demo.prompts import SYSTEM_PROMPT
 from demo.quota import Quotas
 from demo.race import progress
-from demo.refusals import readable, refusals, require
+from demo.refusals import ERRORS, readable, refusals, require, sentence
+from demo.sessions import Calls
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
 
@@ -22,7 +23,7 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
         """The generation at the pace of its stream, and once more when it has ended well."""
         with streams.place(request):
             generation = engine.submit(prompt, params, client=request.session_hash)
-            with streams.follow(generation) as stream:
+            with streams.follow(generation, request.session_hash) as stream:
                 while await stream.next():
                     yield generation
             generation.result(timeout=0)
@@ -82,7 +83,7 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
             temperature: 0 for greedy decoding.
             warm_up: Whether each lane's first steps are tried before the race without counting.
         """
-        with refusals(), streams.place(request):
+        with refusals(), streams.place(request, "races"):
             quotas.require_some(request.session_hash)
             comparison = engine.compare(
                 readable(prompt, "prompt"),
@@ -94,7 +95,7 @@ def add_api(engine: Engine, streams: Streams, quotas: Quotas) -> None:
                 seed=seed,
                 warm_up=warm_up,
             )
-            with streams.follow(comparison) as stream:
+            with streams.follow(comparison, request.session_hash) as stream:
                 while await stream.next():
                     yield progress(comparison)
             yield comparison.result()
@@ -185,12 +186,26 @@ def chat_history(history: Any) -> list[dict[str, str]]:
 class Page(gr.Blocks):
     """Blocks whose endpoints for programs have defaults over plain HTTP, too, where values come by position."""
 
+    def __init__(self, most_calls: int, **options: Any):
+        super().__init__(**options)
+        self.calls = Calls(self, most_calls)
+
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
         """Add the defaults of what was left out at the end; `gr.Error` where there is more than an endpoint takes."""
-        if block_fn.api_visibility == "public":
-            most = len(block_fn.inputs)
-            if len(inputs) > most:
-                sentence = f"/{block_fn.api_name} takes at most {most} values, not {len(inputs)}"
-                raise gr.Error(sentence, print_exception=False)
-            inputs.extend(block.value for block in block_fn.inputs[len(inputs) :])
+        takes, public = len(block_fn.inputs), block_fn.api_visibility == "public"
+        if len(inputs) > takes or (len(inputs) < takes and not public):
+            most = "at most " if public else ""
+            refusal = ValueError(f"/{block_fn.api_name} takes {most}{takes} values, not {len(inputs)}")
+            raise gr.Error(sentence(refusal), print_exception=False)
+        inputs.extend(block.value for block in block_fn.inputs[len(inputs) :])
         super().validate_inputs(block_fn, inputs)
+
+    async def process_api(self, *what: Any, **how: Any) -> dict[str, Any]:
+        """Serve one call, or the next message of one; count what nobody expected."""
+        try:
+            return await super().process_api(*what, **how)
+        except gr.Error:
+            raise
+        except Exception:
+            ERRORS.labels("crash").inc()
+            raise

@@ -13,7 +13,7 @@ import gradio as gr
 
 from demo.lease import handover_notice, waiting_for_gpu
 from demo.quota import identity
-from demo.refusals import REFUSALS, readable, require, sendable
+from demo.refusals import REFUSALS, readable, require, sendable, sentence
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
@@ -74,7 +74,7 @@ class Chat:
                 yield update
         except REFUSALS as refusal:
             back = sendable(prompt) if isinstance(prompt, str) else gr.skip()
-            yield show(messages, notice=str(refusal)), back, gr.skip()
+            yield show(messages, notice=sentence(refusal)), back, gr.skip()
 
     async def retry(
         self, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
@@ -85,7 +85,7 @@ class Chat:
             async for update in self._answer(messages[:-1], visit, request, settings):
                 yield update[0], gr.skip(), update[2]
         except REFUSALS as refusal:
-            yield show(messages, notice=str(refusal)), gr.skip(), gr.skip()
+            yield show(messages, notice=sentence(refusal)), gr.skip(), gr.skip()
 
     def edit(self, conversation: Any) -> tuple[Any, str]:
         """Take the last question back into the prompt field."""
@@ -122,7 +122,7 @@ class Chat:
             visit.generation = generation
             visit.answers.append(answer)
             try:
-                async for update in self._follow(generation, answer.key, messages, notice, visit):
+                async for update in self._follow(generation, answer.key, messages, notice, visit, request.session_hash):
                     yield update
             finally:
                 visit.measured = visit.measured.with_turn(generation)
@@ -131,11 +131,17 @@ class Chat:
                     visit.generation = None
 
     async def _follow(
-        self, generation: Generation, key: str, messages: list[Message], notice: str | None, visit: Visit
+        self,
+        generation: Generation,
+        key: str,
+        messages: list[Message],
+        notice: str | None,
+        visit: Visit,
+        session: str | None,
     ) -> AsyncIterator[Update]:
         client = {"client": generation.client, "limit": self._engine.context, "notice": notice}
         speed_due = 0.0
-        with self._streams.follow(generation) as stream:
+        with self._streams.follow(generation, session) as stream:
             while await stream.next():
                 speed: Any = gr.skip()
                 if generation.events and monotonic() >= speed_due:

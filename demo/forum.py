@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.refusals import require
+from demo.refusals import require, sentence
 from demo.streams import SLOWEST, Streams
 from engine import Engine
 from engine.forum import IN_THE_FORUM_S, NEW_TOKENS, ORDERS, ExperimentFailed, repeat
@@ -31,7 +31,7 @@ class Forum:
         """Run it and show its rows as they come."""
         rows: list[dict[str, Any]] = []
         try:
-            with self._streams.place(request):
+            with self._streams.place(request, "races"):
                 self._require_quiet()
                 self._running = True
                 try:
@@ -40,7 +40,7 @@ class Forum:
                 finally:
                     self._running = False
         except (ValueError, ExperimentFailed) as refusal:
-            yield shown(str(refusal), rows)
+            yield shown(sentence(refusal), rows)
 
     async def _follow(self, rows: list[dict[str, Any]]) -> AsyncIterator[str]:
         answered = self._engine.snapshot()["totals"]["tokens"]

@@ -57,6 +57,7 @@ class Live:
             "running": queue["running"],
             "waiting": queue["waiting"],
             "most": queue["max_batch_size"],
+            "full": queue["waiting"] + queue["running"] >= queue["max_waiting"] + queue["max_batch_size"],
             "tokens_per_second": snapshot["throughput"]["tokens_per_second"],
             "active": bool(queue["running"] or queue["waiting"] or snapshot["races"]["running"]),
             "brought": self._visitors.clients,

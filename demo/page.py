@@ -22,7 +22,6 @@ from demo.tokens import Answers
 from demo.visitors import MOST_TOKENS, Visitors
 from engine import Engine
 
-LOOK_EVERY_S = 0.02
 MOST_PROMPT_CHARACTERS = 4000
 HEAD = Path(__file__).parent / "static" / "head.html"
 
@@ -42,12 +41,11 @@ _USE_EXAMPLE = (
 )
 
 
-def build_page(
-    engine: Engine, visitors: Visitors, answers: Answers, settings: PageSettings, quotas: Quotas
-) -> gr.Blocks:
+def build_page(engine: Engine, visitors: Visitors, answers: Answers, settings: PageSettings, quotas: Quotas) -> Page:
     """The whole page, with its events and its API, ready to be launched."""
-    streams = Streams(settings.max_per_address)
-    with Page(title="KVScope", analytics_enabled=False, fill_width=True) as page:
+    page = Page(settings.max_streams, title="KVScope", analytics_enabled=False, fill_width=True)
+    streams = Streams(settings, page.calls.reader_is_behind)
+    with page:
         panel("header", elem_id="header")
         with gr.Row(elem_id="columns", equal_height=True):
             with gr.Column(elem_id="chat"):
@@ -63,10 +61,8 @@ def build_page(
         page.unload(visitors.leave)
         page.fns[max(page.fns)].api_visibility = "private"  # `unload` takes no options
         add_api(engine, streams, quotas)
-    page.queue(max_size=settings.max_streams, default_concurrency_limit=None)
-    # Gradio looks for new events a thousand times a second, which costs a tenth of a core when nobody is here
-    # and disturbs the worker's threads when somebody is.
-    page._queue.sleep_when_free = LOOK_EVERY_S
+    page.queue(max_size=settings.max_streams, api_open=False)
+    page._queue = page.calls
     return page
 
 

@@ -9,7 +9,7 @@ import gradio as gr
 from demo import race_figures
 from demo.lease import race_in_line
 from demo.quota import Quotas
-from demo.refusals import REFUSALS, require
+from demo.refusals import REFUSALS, require, sentence
 from demo.streams import Streams
 from engine import Comparison, Engine
 from engine.gap import LANES
@@ -65,13 +65,13 @@ class Race:
         yield {"state": "waiting", "lanes": blank(asked["race_lanes"]), **shown}
         try:
             self._quotas.require_some(request.session_hash)
-            with self._streams.place(request):
+            with self._streams.place(request, "races"):
                 comparison = self._compare(asked, request.session_hash)
                 self._running[request.session_hash or ""] = comparison
-                async for value in self._follow(comparison):
+                async for value in self._follow(comparison, request.session_hash):
                     yield {**value, **shown}
         except REFUSALS as refusal:
-            yield {"state": "refused", "lanes": [], "notice": str(refusal), **shown}
+            yield {"state": "refused", "lanes": [], "notice": sentence(refusal), **shown}
         finally:
             self._running.pop(request.session_hash or "", None)
 
@@ -103,9 +103,9 @@ class Race:
             warm_up=asked["race_start"] == WARM,
         )
 
-    async def _follow(self, comparison: Comparison) -> AsyncIterator[dict[str, Any]]:
+    async def _follow(self, comparison: Comparison, session: str | None) -> AsyncIterator[dict[str, Any]]:
         drawn, due = None, 0.0
-        with self._streams.follow(comparison) as stream:
+        with self._streams.follow(comparison, session) as stream:
             while await stream.next():
                 if monotonic() >= due and comparison.begun:
                     drawn, due = figures(comparison), monotonic() + FIGURE_EVERY_S

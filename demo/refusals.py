@@ -1,12 +1,27 @@
-"""Where a refusal of the engine becomes a sentence for a person."""
+"""Where a refusal becomes a sentence for a person, and is counted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import gradio as gr
+from prometheus_client import Counter
 
 from engine import EngineBusy, EngineNotReady, EngineStopped, GenerationError
 
+ERRORS = Counter("kvscope_errors", "what visitors were told instead of an answer", ["kind"], registry=None)
+
+
+class TooMany(ValueError):
+    """A visitor or an address asks for more than its share."""
+
+
+_KINDS = {
+    TooMany: "too_many",
+    EngineBusy: "busy",
+    EngineNotReady: "not_ready",
+    EngineStopped: "stopped",
+    GenerationError: "failed",
+}
 REFUSALS = (ValueError, EngineBusy, EngineNotReady, EngineStopped, GenerationError)
 
 
@@ -16,13 +31,19 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except REFUSALS as refusal:
-        raise gr.Error(str(refusal), print_exception=False) from None
+        raise gr.Error(sentence(refusal), print_exception=False) from None
 
 
-def require(condition: bool, sentence: str) -> None:
-    """Refuse with `sentence` unless `condition` holds."""
+def sentence(refusal: Exception) -> str:
+    """What to tell the visitor."""
+    ERRORS.labels(_KINDS.get(type(refusal), "invalid")).inc()
+    return str(refusal)
+
+
+def require(condition: bool, why_not: str) -> None:
+    """Refuse with the sentence `why_not` unless `condition` holds."""
     if not condition:
-        raise ValueError(sentence)
+        raise ValueError(why_not)
 
 
 def readable(text: str, field: str) -> str:
@@ -31,8 +52,8 @@ def readable(text: str, field: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        sentence = f"{field} must be valid Unicode text; character {error.start} is half of a surrogate pair"
-        raise ValueError(sentence) from None
+        why_not = f"{field} must be valid Unicode text; character {error.start} is half of a surrogate pair"
+        raise ValueError(why_not) from None
     return text
 
 

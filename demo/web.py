@@ -1,22 +1,24 @@
-"""Plain HTTP beside the page: health, metrics, static files, and no uploads."""
+"""Plain HTTP beside the page: health, metrics, what the panels ask for, and static files."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gradio
 import plotly
+from fastapi.exceptions import RequestValidationError
+from gradio.route_utils import FnIndexInferError
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from demo.api import Page
+from demo.gate import Gate, refuse_call, refuse_fields
 from demo.live import Live
+from demo.metrics import EngineCollector, health
 from demo.panel import STATIC
 from demo.tokens import Answers
 from engine import Engine
@@ -27,13 +29,14 @@ WEB_COMPONENT_JS = Path(gradio.__file__).parent / "templates" / "frontend" / "gr
 A_WEEK = {"Cache-Control": "public, max-age=604800"}
 
 
-def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
+def app_kwargs(engine: Engine, page: Page, live: Live, answers: Answers) -> dict[str, Any]:
     """What Gradio's application is made with, so that these routes come before Gradio's own."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
 
-    async def health(_: Request) -> Response:
-        return JSONResponse({"status": engine.snapshot()["worker"]}, status_code=200 if engine.ready else 503)
+    async def healthz(_: Request) -> Response:
+        state = health(engine)
+        return JSONResponse(state, status_code=200 if state["ready"] else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -63,7 +66,7 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
         return FileResponse(WEB_COMPONENT_JS, media_type="text/javascript")
 
     routes = [
-        Route("/healthz", health),
+        Route("/healthz", healthz),
         Route("/metrics", metrics),
         Route("/kvscope/live", live_message),
         Route("/kvscope/timeline", timeline),
@@ -74,60 +77,11 @@ def app_kwargs(engine: Engine, live: Live, answers: Answers) -> dict[str, Any]:
     ]
     return {
         "routes": routes,
-        "middleware": [Middleware(RefuseUploads)],
-        "exception_handlers": {TypeError: refuse_call, KeyError: refuse_call},
+        "middleware": [Middleware(Gate, known=page.calls.known)],
+        "exception_handlers": {
+            TypeError: refuse_call,
+            KeyError: refuse_call,
+            FnIndexInferError: refuse_call,
+            RequestValidationError: refuse_fields,
+        },
     }
-
-
-async def refuse_call(request: Request, error: Exception) -> Response:
-    """A sentence where Gradio's calls by name (`/call/v2/...`) raise about a name that it does not know.
-
-    Anything else stays a crash and is logged as one.
-    """
-    name = request.url.path.rstrip("/").rpartition("/call/v2/")[2]
-    if name == request.url.path.rstrip("/") or "/" in name:
-        raise error
-    sentence = f"there is no endpoint /{name}" if isinstance(error, KeyError) else str(error).partition(" Please")[0]
-    return JSONResponse({"error": sentence}, status_code=422)
-
-
-class RefuseUploads:
-    """Middleware: the page takes text only, whatever Gradio offers at its upload route."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
-            refusal = PlainTextResponse("This page takes no files.", status_code=403)
-            await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-class EngineCollector:
-    """The engine's snapshot in Prometheus' words."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def collect(self) -> Iterable[Metric]:
-        """One family a number; called at each scrape."""
-        snapshot: dict[str, Any] = self._engine.snapshot()
-        queue, cache, totals = snapshot["queue"], snapshot["cache"], snapshot["totals"]
-        ready = float(self._engine.ready)
-        yield GaugeMetricFamily("kvscope_ready", "1 while requests are taken", ready)
-        yield GaugeMetricFamily("kvscope_requests_waiting", "requests in line", queue["waiting"])
-        yield GaugeMetricFamily("kvscope_requests_running", "requests in the batch", queue["running"])
-        yield GaugeMetricFamily("kvscope_batch_size_peak", "most rows ever decoded together", queue["peak_batch_size"])
-        yield GaugeMetricFamily("kvscope_cache_used_bytes", "cache bytes that hold tokens", cache["used_bytes"])
-        yield GaugeMetricFamily("kvscope_cache_allocated_bytes", "cache bytes reserved", cache["allocated_bytes"])
-        speed = snapshot["throughput"]["tokens_per_second"]
-        yield GaugeMetricFamily("kvscope_tokens_per_second", "tokens a second over the last seconds", speed)
-        yield CounterMetricFamily("kvscope_requests", "requests so far", totals["requests"])
-        yield CounterMetricFamily("kvscope_tokens", "tokens generated so far", totals["tokens"])
-        yield CounterMetricFamily("kvscope_worker_restarts", "times the worker was started again", totals["restarts"])
-        if lease := snapshot["lease"]:
-            yield CounterMetricFamily(
-                "kvscope_lease_handovers", "leases that another one went on for", lease["handovers"]
-            )

@@ -1,7 +1,7 @@
 """One generation as its caller sees it: a stream of events that becomes a result."""
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine import clock
@@ -222,6 +222,20 @@ class Generation:
             "chunks": self.chunks,
             "tokens": len(self.events),
             "finish_reason": self.finish_reason,
+        }
+
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says about this request at its end: seconds rounded to milliseconds, never text."""
+        timings = {name: round(seconds, 3) for name, seconds in asdict(self._timings(self.events)).items()}
+        return {
+            "request": self.id,
+            "client": self.client,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "new_tokens": len(self.events),
+            **timings,
+            "resumed": self.resumed,
         }
 
     # ---- the engine's side

@@ -20,9 +20,10 @@ RACE_OUTLASTED = "The GPU lease ended before this race did. Start it again, with
 
 NO_TEXT = "The model's tokens could not be turned into text here. Please send it again, in other words."
 
-logger = logging.getLogger(__name__)
-
 Request = Generation | Comparison
+
+logger = logging.getLogger(__name__)
+ended_requests = logging.getLogger("kvscope")
 
 
 class Requests:
@@ -70,6 +71,7 @@ class Requests:
             del self.generations[request.id]
             self._telemetry.record_end(request.span())
             tracing.record(request, self.model_name)
+            ended_requests.info("request ended", extra={"fields": request.log_fields()})
         else:
             del self.comparisons[request.id]
 
@@ -165,6 +167,7 @@ class Requests:
             except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
                 self._broke(generation, error, cancel)
                 continue
+            self._telemetry.record_token(generation)
             if reason:
                 if reason == "stop_sequence" and not token.finish_reason:
                     cancel(generation.id)

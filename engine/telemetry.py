@@ -1,13 +1,14 @@
 """What the front remembers: of the last minute steps, probes, cache in use; of the last ten, requests. Never text."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict
 from typing import Any
 
 from engine import clock
 from engine.config import EngineConfig
 from engine.generation import Generation
+from engine.histogram import Histogram
 from engine.wire import Probe, SlotState, StepRecord, StepReport
 
 HISTORY_S, TIMELINE_S, STEPS_S = 60.0, 600.0, 10.0
@@ -15,6 +16,8 @@ MOST_REQUESTS = 4000
 LATEST_STEPS = 64
 SAMPLE_EVERY_S = 0.5
 SPEED_OVER_S = 5.0
+FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+GAPS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 
 class Telemetry:
@@ -33,6 +36,9 @@ class Telemetry:
         self.total_tokens = 0
         self.total_reused_tokens = 0  # of prompts, whose beginnings somebody had computed before
         self.total_public_tokens = 0  # of those, from public beginnings
+        self.ends: Counter[str] = Counter()  # requests, by finish reason
+        self.first_token = Histogram(FIRST_TOKEN_S)  # of each request, after it was queued
+        self.gaps = Histogram(GAPS_S)  # between two tokens of one request
         self.last_speed = 0.0  # tokens a second when last anything ran
         self._emitted: deque[tuple[float, int]] = deque()
 
@@ -54,8 +60,17 @@ class Telemetry:
         if not live or not last or not last["used"] or now - last["time"] >= SAMPLE_EVERY_S:
             self._sample(now, live, waiting, bytes_per_token)
 
+    def record_token(self, generation: Generation) -> None:
+        """The latest token of `generation`, as its visitor meets it."""
+        times = [event.time for event in generation.events[-2:]]
+        if len(times) == 1:
+            self.first_token.observe(times[0] - generation.times.queued)
+        else:
+            self.gaps.observe(times[1] - times[0])
+
     def record_end(self, span: dict) -> None:
         self.ended.append(span)
+        self.ends[span["finish_reason"]] += 1
         self.total_reused_tokens += span["reused_tokens"]
         self.total_public_tokens += span["public_tokens"]
 

@@ -74,18 +74,19 @@ def environment(model: Path | None, **settings: Any) -> dict[str, str]:
 
 
 class RunningApp:
-    """One run of the app. `url` ends with a slash; `log` is what it has written so far."""
+    """One run of the app. `url` ends with a slash; `log` is what it has written so far of what went wrong."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], port: int):
         self.port = port
         self.url = f"http://127.0.0.1:{port}/"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (read for as long as this object lives)
+        # Read for as long as this object lives.
+        self._log, self._out = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
             env={**env, "GRADIO_SERVER_PORT": str(port)},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=self._out,
             stderr=self._log,
         )
 
@@ -93,6 +94,12 @@ class RunningApp:
     def log(self) -> str:
         # Read with an offset of its own: the process writes through the same open file.
         return os.pread(self._log.fileno(), 1_000_000, 0).decode(errors="replace")
+
+    @property
+    def requests_log(self) -> list[dict[str, Any]]:
+        """Its lines about requests that have ended; beside them it writes only what Gradio says when it starts."""
+        written = os.pread(self._out.fileno(), 10_000_000, 0).decode()
+        return [json.loads(line) for line in written.splitlines() if line.startswith("{")]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path.lstrip("/"), timeout=20, **PLAIN, **options)

@@ -71,19 +71,48 @@ def assert_grows(texts: list[str]) -> None:
 # ---- plain HTTP
 
 
+def metrics(app: RunningApp) -> dict[str, float]:
+    """Every number by its name and labels."""
+    lines = re.findall(r"^(kvscope_\S+) (\S+)$", app.get("metrics").text, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
 def test_metrics_are_prometheus_text_without_anybodys_words(app):
+    before = metrics(app)
     generate(app, "my secret words", max_new_tokens=5)
+    with pytest.raises(ApiError):
+        generate(app, "my secret words", max_new_tokens=0)
     app.stats()  # what is published is up to a quarter of a second old; now it is not
-    response = app.get("metrics")
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
-    values = dict(re.findall(r"^(kvscope_\w+) (\S+)$", response.text, re.MULTILINE))
-    assert float(values["kvscope_ready"]) == 1
-    assert float(values["kvscope_requests_total"]) >= 1 and float(values["kvscope_tokens_total"]) >= 5
+    assert app.get("metrics").headers["content-type"].startswith("text/plain")
+    values = metrics(app)
+    assert values["kvscope_ready"] == 1
     assert {"kvscope_requests_waiting", "kvscope_requests_running", "kvscope_worker_restarts_total"} <= set(values)
-    for path in ("metrics", "kvscope/live"):
+    more = {name: value - before.get(name, 0) for name, value in values.items()}
+    assert (more["kvscope_requests_total"], more["kvscope_tokens_total"]) == (1, 5)
+    assert (more["kvscope_first_token_seconds_count"], more["kvscope_token_gap_seconds_count"]) == (1, 4)
+    assert more['kvscope_first_token_seconds_bucket{le="+Inf"}'] == 1
+    assert 0 < more["kvscope_token_gap_seconds_sum"] < 60
+    assert more['kvscope_requests_ended_total{reason="length"}'] == 1
+    assert more['kvscope_errors_total{kind="invalid"}'] == 1
+    for path in ("metrics", "kvscope/live", "kvscope/timeline?window=60&back=0"):
         assert "secret" not in app.get(path).text
     assert "secret" not in json.dumps(app.stats())
     assert "secret" not in app.log
+
+
+def test_each_request_leaves_one_line_of_lengths_and_times(app):
+    known = {line["request"] for line in app.requests_log}
+    answer = generate(app, "my secret words", max_new_tokens=12, seed=3)[-1]
+    (line,) = [line for line in app.requests_log if line["request"] not in known]
+    assert line["event"] == "request ended" and line["finish_reason"] == "length" and line["client"] > 0
+    assert (line["prompt_tokens"], line["new_tokens"]) == (len("my secret words"), 12)
+    assert 0 <= line["queue_s"] <= line["first_token_s"] < 60
+    assert set(line) == {
+        "time", "event", "request", "client", "finish_reason", "prompt_tokens", "reused_tokens", "new_tokens",
+        "queue_s", "prefill_s", "first_token_s", "decode_s", "tokens_per_second", "resumed",
+    }  # fmt: skip
+    written = json.dumps(app.requests_log, ensure_ascii=False)
+    assert "secret" not in written and answer not in written
 
 
 @pytest.mark.parametrize("path", ["gradio_api/upload", "upload", "gradio_api/upload/"])
@@ -545,13 +574,52 @@ def test_a_hundred_streams_at_once(app):
     assert_a_crowd_is_served(app)
 
 
-def test_one_address_cannot_take_every_place(ending):
+def test_one_visitor_or_address_cannot_take_every_place(ending):
     with closing(long_stream(ending)) as first, closing(long_stream(ending)) as second:
         assert next(first) is not None and next(second) is not None
         with pytest.raises(ApiError, match="address already has 2 requests here"):
             generate(ending, "third", max_new_tokens=3)
     ending.wait_idle()
     assert generate(ending, "third", max_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def strict(talkative) -> Iterator[RunningApp]:
+    """Little for each visitor, and a bit more for each address."""
+    with running_app(
+        talkative,
+        KVSCOPE_MAX_CONTEXT=CONTEXT,
+        KVSCOPE_MAX_PER_VISITOR=1,
+        KVSCOPE_MAX_RACES_PER_VISITOR=1,
+        KVSCOPE_MAX_RACES_PER_ADDRESS=2,
+        KVSCOPE_MAX_BROUGHT_PER_ADDRESS=3,
+    ) as app:
+        yield app
+
+
+def test_visitors_and_addresses_have_limits_of_their_own(strict):
+    one, another = (Client(strict.url, verbose=False, ssl_verify=False) for _ in range(2))
+    asked = {"max_new_tokens": 3000, "ignore_eos": True}
+    job = one.submit("on and on", **asked, api_name="/generate")
+    eventually(lambda: strict.queue()["running"] == 1)
+    with pytest.raises(AppError, match="^You already have 1 request here; let one finish.$"):
+        one.predict("me again", max_new_tokens=3, api_name="/generate")
+    assert another.predict("me too", max_new_tokens=3, api_name="/generate")
+
+    race = one.submit("The lighthouse", 400, api_name="/compare")
+    eventually(lambda: strict.stats()["races"]["running"])
+    with pytest.raises(AppError, match="^You already have 1 race here; let one finish.$"):
+        one.predict("The lighthouse", 8, api_name="/compare")
+    with closing(stream(strict, "compare", "The lighthouse", 400)) as second:
+        next(second)
+        with pytest.raises(ApiError, match="^Your network address already has 2 races here; let one finish.$"):
+            list(stream(strict, "compare", "The lighthouse", 8))
+        elsewhere = stream(strict, "compare", "The lighthouse", 8, headers={"X-Forwarded-For": "10.9.9.9"})
+        assert next(elsewhere)
+        elsewhere.close()
+    for running in (job, race):
+        running.cancel()
+    strict.wait_idle()
 
 
 # ---- a short line, and those who leave
@@ -640,14 +708,15 @@ def start_and_end(model: Path, command: Sequence[str], signal_number: signal.Sig
         worker.suspend()
         eventually(lambda: app.health() is not None, timeout=60)
         response = app.get("healthz")
-        assert response.status_code == 503 and response.json() == {"status": "loading"}
+        assert response.status_code == 503
+        assert response.json() == {"status": "loading", "live": True, "ready": False, "why": "The model is loading."}
         assert app.get("").status_code == 200
         with pytest.raises(ApiError, match="still loading"):
             generate(app, "early", max_new_tokens=3)
         if signal_number == signal.SIGTERM:
             worker.resume()
             app.wait_ready()
-            assert app.get("healthz").json() == {"status": "ready"}
+            assert app.get("healthz").json() == {"status": "ready", "live": True, "ready": True, "why": None}
             (drains if command is AS_SCRIPT else ends_at_once)(app, worker)
         else:
             app.process.send_signal(signal_number)

@@ -6,8 +6,11 @@ import { count, parts, plural, say } from "./words.js";
 const SENTENCES = {
   loading: "The model is loading.",
   restarting: "The worker stopped and is starting again. Running answers carry on where they were.",
+  draining: "The server is about to restart: running answers are finished, new questions are refused.",
   stopped: "The engine has stopped. The page shows what was last known.",
 };
+const FULL = "The line is full. A new question is told when to come back; those in line keep their places.";
+const LOST = "The connection is lost. The page tries again by itself; what you wrote stays here.";
 const DTYPES = { float32: "fp32", float16: "fp16", bfloat16: "bf16" };
 
 export function modelName({ name, device, dtype }) {
@@ -32,7 +35,7 @@ export function mount({ element }) {
   });
   new MutationObserver(() => {
     const lost = document.documentElement.dataset.connection === "lost";
-    if (lost) say(part.said, "The connection is lost. Trying again; your conversation is kept in this page.");
+    if (lost) say(part.said, LOST);
     if (lost) part.banner.toggleAttribute("data-open", true);
   }).observe(document.documentElement, { attributeFilter: ["data-connection"] });
 }
@@ -46,11 +49,11 @@ function leaseSentence({ state, payer, asked, asked_s, left_s, sharing, handover
   return `GPU lease ${whose} · ${count(left_s)} s left · shared by ${plural(sharing, "request")}${before}`;
 }
 
-function sentence({ worker, loading, error }) {
+function sentence({ worker, loading, error, full }) {
   if (error) return error;
   if (loading) {
     const size = loading.total > 1e6 ? ` ${count(loading.done / 1e6)} of ${count(loading.total / 1e6)} MB` : "";
     return `The model is loading: ${loading.stage}${size}`;
   }
-  return SENTENCES[worker] ?? "";
+  return SENTENCES[worker] ?? (full ? FULL : "");
 }
