@@ -13,7 +13,7 @@ from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
 from demo.quota import Quotas
-from demo.settings import load_settings
+from demo.settings import PageSettings, load_settings
 from demo.theme import build_theme
 from demo.tokens import Answers
 from demo.visitors import Visitors
@@ -43,10 +43,18 @@ def main() -> int:
     for number in ENDING:
         signal.signal(number, end_waiting)
     try:
-        host = choose_host(config, terms)
+        serve(config, settings, terms)
     except LoadingError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def serve(config: EngineConfig, settings: PageSettings, terms: LeaseTerms) -> None:
+    """Until a signal comes as `KeyboardInterrupt`; `LoadingError` if there is nothing to serve."""
+    host = choose_host(config, terms)
     with Engine(config, host, public_prompts()) as engine:
         sessions.adapt()
         quotas = Quotas() if isinstance(host, str) else host.quotas
@@ -70,19 +78,13 @@ def main() -> int:
             )
             engine.wait_ready()
             threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams
-        except LoadingError as error:
-            print(error, file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 0
         finally:
             end_streams(engine)
             page.close(verbose=False)
-    return 0
 
 
 def end_waiting(_number: int, _frame: object) -> None:
-    """The first signal ends the waiting in `main`; a second one the process, at once."""
+    """The first signal ends the waiting in `serve`; a second one the process, at once."""
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt

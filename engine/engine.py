@@ -67,8 +67,8 @@ class Engine:
         self._loading: dict[str, Any] | None = None
         self._error: str | None = None
         self._snapshot: dict[str, Any] | None = None
-        self._workers.start()
         self._watchdog = Watchdog(self.config.watchdog_s, self._workers.owing, self._stuck)
+        self._workers.start()
         if not isinstance(host, str):
             self._became_ready(host.ready)
 

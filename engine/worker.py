@@ -124,8 +124,9 @@ class _Progress:
 
 def main() -> None:
     """Entry of the child process: the connection's descriptor is inherited, the settings come first through it."""
-    # Ctrl-C reaches the whole process group; the front decides what ends when.
+    # Ctrl-C reaches the whole process group, SIGTERM maybe, too; the front decides what ends when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     serve(connection, connection.recv())
     sys.stdout.flush()

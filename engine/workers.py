@@ -54,6 +54,7 @@ class Workers:
         self._fruitful = False  # whether anybody has got anything from it
         self._in_vain = 0  # workers in a row from which nobody has
         self._closed = False
+        self._pause: threading.Timer | None = None  # before the next worker
         self._start_s = START_S  # what a fresh worker needs before its first step, as far as is known
 
     @property
@@ -99,6 +100,8 @@ class Workers:
     def give_up(self) -> None:
         """The engine is stopped: none is started any more."""
         self._closed = True
+        if self._pause:
+            self._pause.cancel()
 
     def owing(self) -> Owing | None:
         """The worker, if it has to say something: while it loads, and as long as anything is unfinished.
@@ -163,9 +166,9 @@ class Workers:
         if self._in_vain < 2:
             self._start_again()
             return
-        pause = threading.Timer(min(2.0 ** (self._in_vain - 2), MOST_PAUSE_S), self._start_again)
-        pause.daemon = True
-        pause.start()
+        self._pause = threading.Timer(min(2.0 ** (self._in_vain - 2), MOST_PAUSE_S), self._start_again)
+        self._pause.daemon = True
+        self._pause.start()
 
     def _start_again(self) -> None:
         with self._lock:

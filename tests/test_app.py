@@ -744,9 +744,11 @@ def drains(app: RunningApp, worker: psutil.Process) -> None:
         with pytest.raises(ApiError, match="shutting down. Please come back in a minute"):
             list(stream(app, *call))
     assert app.process.poll() is None
+    worker.terminate()  # as by a host that tells all processes: the front decides
     worker.resume()
     assert list(running)[-1] == undisturbed
     assert app.process.wait(15) == 0
+    assert app.log.count("loading the weights") == 1
 
 
 def ends_at_once(app: RunningApp, worker: psutil.Process) -> None:

@@ -644,6 +644,22 @@ def test_a_download_that_was_killed_is_never_taken_for_whole_and_goes_on(tiny_fo
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("missing", ["config.json", "model-00002-of-00002.safetensors", None])
+def test_what_an_older_hub_client_takes_for_downloaded_is_looked_at_again(tmp_path, monkeypatch, missing):
+    index = json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    )
+    names = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    if missing:
+        (tmp_path / missing).unlink()
+    found = hub_module._downloaded_earlier("someone/tiny", None, hub_module.WANTED)
+    assert found == (None if missing else tmp_path)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_download_that_cannot_be_written_says_where_it_could(monkeypatch, number):
     def fail(*_, **__):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import FAMILIES, build
 from reference import assert_greedy
+from running_app import eventually
 from test_core import make_core, make_sequences
 
 from engine import kv_cache, scheduler
@@ -75,6 +76,20 @@ def test_the_newest_wait_again_and_everybody_has_the_naive_tokens(runner, monkey
         assert len(sequence.output_ids) == sequence.params.max_new_tokens
         assert_greedy(runner, sequence.prompt_ids, sequence.output_ids)
     assert memory.failed < 6, "who was put back is not tried again in each step"
+
+
+def test_who_was_put_back_is_in_line_again_as_visitors_see_it(tiny_engine, monkeypatch):
+    engine = tiny_engine()
+    params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
+    expected = engine.submit("second", params).result(60).token_ids
+    first, second = engine.submit("first", params), engine.submit("second", params)
+    for generation in (first, second):
+        next(iter(generation))
+    Memory(monkeypatch, ERRORS[0]).most = 1
+    eventually(lambda: second.state == "waiting", every=0.001)
+    assert second.position == 1 and second.events and not first.done
+    assert second.result(60).token_ids == expected
+    assert not second.resumed and engine.snapshot()["totals"]["restarts"] == 0
 
 
 def test_what_is_retained_goes_first(runner, monkeypatch):
