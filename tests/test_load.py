@@ -1,0 +1,135 @@
+"""Under a crowd: the short form of `tests/bench/load.py`; readers who do not read; and what is kept of calls."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import gradio as gr
+import httpx
+import pytest
+from running_app import (
+    PLAIN,
+    RunningApp,
+    eventually,
+    free_port,
+    generate_data,
+    running_app,
+    save_talkative_model,
+    stream,
+)
+
+sys.path.append(str(Path(__file__).parent / "bench"))
+
+import load
+
+from demo import sessions, streams
+from demo.api import Page
+from demo.settings import PageSettings
+
+CLIENTS, SECONDS = 300, 8
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    model = save_talkative_model(tmp_path_factory.mktemp("talkative"))
+    with running_app(model, KVSCOPE_MAX_WAITING=16, KVSCOPE_MAX_CONTEXT=4096, KVSCOPE_PROBE_SHARE=0) as app:
+        yield app
+
+
+def test_a_crowd_that_comes_and_goes_as_it_likes_leaves_nothing_wrong_and_nothing_behind(app):
+    outcome = load.run(app, CLIENTS, SECONDS)
+    assert outcome.wrong == {}
+    # Everything that it can do was done, and the line was full.
+    assert set(outcome.counts) == {*load.WEIGHTS, "told to come back"}
+    assert outcome.places_seen > 0
+    ended = [line["finish_reason"] for line in app.requests_log]
+    assert set(ended) == {"length", "cancelled"} and len(ended) == app.stats()["totals"]["requests"]
+
+
+def open_and_never_read(app: RunningApp, *data: object) -> socket.socket:
+    """A stream whose reader takes nothing but what the operating system takes for it."""
+    call = httpx.post(f"{app.url}gradio_api/call/details", json={"data": data}, **PLAIN).json()
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect(("127.0.0.1", app.port))
+    reader.sendall(f"GET /gradio_api/call/details/{call['event_id']} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    return reader
+
+
+def test_the_batch_does_not_wait_for_a_browser_that_is_stuck(app):
+    app.wait_idle()
+    stuck = [open_and_never_read(app, *generate_data("on", max_new_tokens=600, top_n_tokens=20)) for _ in range(4)]
+    before = app.stats()["totals"]["tokens"]
+    text = list(stream(app, "generate", *generate_data("beside them", max_new_tokens=200)))[-1]
+    assert text
+    requests = app.wait_idle(timeout=60)["requests"][-5:]
+    # All were computed to their ends: four answers that nobody reads, and one that somebody does.
+    assert [request["tokens"] for request in sorted(requests, key=lambda r: r["tokens"])] == [200, *[600] * 4]
+    assert app.stats()["totals"]["tokens"] - before == 4 * 600 + 200
+    for reader in stuck:
+        reader.close()
+
+
+# ---- what is kept, with shorter times
+
+
+class Endless:
+    """A source that always has something new, until it is cancelled."""
+
+    done = False
+
+    async def changed(self, timeout: float) -> bool:
+        await asyncio.sleep(0.001)
+        return True
+
+    def cancel(self) -> None:
+        self.done = True
+
+
+def test_little_waits_for_who_does_not_read_and_nothing_for_long(monkeypatch):
+    for module, name, value in ((streams, "FASTEST", 0.001), (streams, "PATIENCE_S", 1.0), (streams, "SLOWEST", 0.01)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(sessions, "UNFETCHED_S", 0.5)
+    sessions.adapt()
+    source = Endless()
+    page = Page(16)
+    all_streams = streams.Streams(PageSettings(), page.calls.reader_is_behind)
+
+    async def count(request: gr.Request) -> AsyncIterator[int]:
+        with all_streams.follow(source, request.session_hash) as following:
+            number = 0
+            while await following.next():
+                yield (number := number + 1)
+
+    with page:
+        gr.api(count, api_name="count", concurrency_limit=None)
+    page.queue(max_size=16)
+    page._queue = calls = page.calls
+    _, url, _ = page.launch(
+        prevent_thread_lock=True, quiet=True, server_port=free_port(), ssr_mode=False, _frontend=False
+    )
+    try:
+        call = httpx.post(f"{url}gradio_api/call/count", json={"data": []}, **PLAIN).json()["event_id"]
+        messages = eventually(lambda: calls.pending_messages_per_session.get(call))
+        eventually(lambda: messages.qsize() >= sessions.MOST_UNREAD)
+        assert not source.done
+        eventually(lambda: source.done)  # its patience was at an end
+        eventually(lambda: not calls.event_ids_to_events)
+        assert messages.qsize() <= sessions.MOST_UNREAD + 2
+        assert call not in page.state_holder.session_data and not calls.event_analytics
+        assert calls.known(call)  # for whoever asks a moment later
+        eventually(lambda: not calls.known(call))
+        assert not calls.pending_event_ids_session
+    finally:
+        page.close(verbose=False)
+
+
+def test_a_session_keeps_no_copy_of_the_page_and_of_what_was_typed_there():
+    sessions.adapt()
+    with gr.Blocks() as page:
+        box = gr.Textbox("at first")
+    session = sessions.Session(page)
+    session._update_value_in_config(box._id, "secret")
+    assert session[box._id] is box and list(session.components) == []
