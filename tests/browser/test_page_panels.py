@@ -42,7 +42,7 @@ def test_a_race_of_all_lanes_from_the_address_to_the_files(open_page, app):
     race.get_by_text("Lanes and conditions").click()
     for name in ("naive, all logits", "shared batch", "sampled", "cold", "10", "A lighthouse"):
         expect(race.get_by_label(name, exact=True)).to_be_checked()
-    expect(race.get_by_label("Who steps first")).to_have_value("shared batch")
+    expect(race.get_by_label("Who steps first")).to_have_value("shared batch first")
     race.locator("#race-start").click()
     result = race.locator('[data-part="result"]')
     expect(result.locator("tbody tr")).to_have_count(6)
