@@ -6,11 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
+from gradio.exceptions import ComponentProcessingError
 
 from demo.prompts import SYSTEM_PROMPT
 from demo.quota import Quotas
 from demo.race import progress
-from demo.refusals import ERRORS, readable, refusals, require, sentence
+from demo.refusals import ERRORS, readable, refusals, require
 from demo.sessions import Calls
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
@@ -193,10 +194,11 @@ class Page(gr.Blocks):
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
         """Add the defaults of what was left out at the end; `gr.Error` where there is more than an endpoint takes."""
         takes, public = len(block_fn.inputs), block_fn.api_visibility == "public"
-        if len(inputs) > takes or (len(inputs) < takes and not public):
+        with refusals():
+            require(block_fn.fn is not None, "This event happens in the browser alone.")
+            counts = len(inputs) == takes or (public and len(inputs) < takes)
             most = "at most " if public else ""
-            refusal = ValueError(f"/{block_fn.api_name} takes {most}{takes} values, not {len(inputs)}")
-            raise gr.Error(sentence(refusal), print_exception=False)
+            require(counts, f"/{block_fn.api_name} takes {most}{takes} values, not {len(inputs)}")
         inputs.extend(block.value for block in block_fn.inputs[len(inputs) :])
         super().validate_inputs(block_fn, inputs)
 
@@ -206,6 +208,9 @@ class Page(gr.Blocks):
             return await super().process_api(*what, **how)
         except gr.Error:
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, ComponentProcessingError) and str(error).startswith("Could not preprocess"):
+                with refusals():
+                    raise ValueError("A value is of a kind that its field cannot hold.") from None
             ERRORS.labels("crash").inc()
             raise

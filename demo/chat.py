@@ -13,7 +13,7 @@ import gradio as gr
 
 from demo.lease import handover_notice, waiting_for_gpu
 from demo.quota import identity
-from demo.refusals import REFUSALS, readable, require, sendable, sentence
+from demo.refusals import REFUSALS, readable, refusals, require, sendable, sentence
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
@@ -66,7 +66,8 @@ class Chat:
         self, prompt: str, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
     ) -> AsyncIterator[Update]:
         """Answer `prompt`; a refused one goes back into its field."""
-        messages = messages_of(conversation)
+        with refusals():
+            messages = messages_of(conversation)
         try:
             text = readable(prompt, "prompt").strip()
             require(bool(text), "The prompt is empty: write at least one character.")
@@ -80,7 +81,8 @@ class Chat:
         self, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
     ) -> AsyncIterator[Update]:
         """Answer the last question again."""
-        messages = messages_of(conversation)
+        with refusals():
+            messages = messages_of(conversation)
         try:
             async for update in self._answer(messages[:-1], visit, request, settings):
                 yield update[0], gr.skip(), update[2]
@@ -89,7 +91,8 @@ class Chat:
 
     def edit(self, conversation: Any) -> tuple[Any, str]:
         """Take the last question back into the prompt field."""
-        messages = messages_of(conversation)
+        with refusals():
+            messages = messages_of(conversation)
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=0)
         return show(messages[:last]), messages[last]["text"] if messages else ""
 
@@ -184,7 +187,8 @@ def _seed(text: str | None) -> int | None:
 
 def messages_of(conversation: Any) -> list[Message]:
     """The messages in what the browser sent back; `ValueError` if they are not a conversation."""
-    messages = (conversation or {}).get("messages", [])
+    messages = conversation.get("messages", []) if isinstance(conversation, dict) else conversation or []
+    require(isinstance(messages, list), "conversation must be a list of messages by user and assistant")
     for message in messages:
         known = isinstance(message, dict) and message.get("role") in ("user", "assistant")
         require(known, "conversation must be a list of messages by user and assistant")

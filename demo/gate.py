@@ -52,7 +52,9 @@ class Gate:
                 receive = again(body, receive)
         except HTTPException as refusal:
             ERRORS.labels("not_understood").inc()
-            await PlainTextResponse(refusal.detail, refusal.status_code)(scope, receive, send)
+            # What of the request is still to come is not waited for.
+            answer = PlainTextResponse(refusal.detail, refusal.status_code, {"Connection": "close"})
+            await answer(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

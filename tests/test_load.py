@@ -61,13 +61,11 @@ def open_and_never_read(app: RunningApp, *data: object) -> socket.socket:
 def test_the_batch_does_not_wait_for_a_browser_that_is_stuck(app):
     app.wait_idle()
     stuck = [open_and_never_read(app, *generate_data("on", max_new_tokens=600, top_n_tokens=20)) for _ in range(4)]
-    before = app.stats()["totals"]["tokens"]
     text = list(stream(app, "generate", *generate_data("beside them", max_new_tokens=200)))[-1]
     assert text
     requests = app.wait_idle(timeout=60)["requests"][-5:]
     # All were computed to their ends: four answers that nobody reads, and one that somebody does.
     assert [request["tokens"] for request in sorted(requests, key=lambda r: r["tokens"])] == [200, *[600] * 4]
-    assert app.stats()["totals"]["tokens"] - before == 4 * 600 + 200
     for reader in stuck:
         reader.close()
 
