@@ -13,7 +13,7 @@ from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
 from demo.quota import Quotas
-from demo.settings import load_settings
+from demo.settings import PageSettings, load_settings
 from demo.theme import build_theme
 from demo.tokens import Answers
 from demo.visitors import Visitors
@@ -24,6 +24,7 @@ from engine.lease import LeaseTerms
 
 
 FAREWELL_S = 1.0
+ENDING = (signal.SIGTERM, signal.SIGINT)
 MOST_SESSIONS = 4000  # of open pages, and of those that were: some 10 KB each
 
 if TYPE_CHECKING:
@@ -39,12 +40,21 @@ def main() -> int:
         return 2
 
     logs.set_up()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the wait below
+    for number in ENDING:
+        signal.signal(number, end_waiting)
     try:
-        host = choose_host(config, terms)
+        serve(config, settings, terms)
     except LoadingError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def serve(config: EngineConfig, settings: PageSettings, terms: LeaseTerms) -> None:
+    """Until a signal comes as `KeyboardInterrupt`; `LoadingError` if there is nothing to serve."""
+    host = choose_host(config, terms)
     with Engine(config, host, public_prompts()) as engine:
         sessions.adapt()
         quotas = Quotas() if isinstance(host, str) else host.quotas
@@ -68,20 +78,23 @@ def main() -> int:
             )
             engine.wait_ready()
             threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams
-        except LoadingError as error:
-            print(error, file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 0
         finally:
             end_streams(engine)
             page.close(verbose=False)
-    return 0
+
+
+def end_waiting(_number: int, _frame: object) -> None:
+    """The first signal ends the waiting in `serve`; a second one the process, at once."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def end_streams(engine: Engine) -> None:
-    """Close the engine, and let whoever was listening hear of it: the server would wait longer for open streams."""
-    listened_to = any(engine.snapshot()["queue"][part] for part in ("waiting", "running"))
+    """Let answers end, close the engine, and let whoever was listening hear of it before the server goes."""
+    snapshot = engine.snapshot()
+    listened_to = any(snapshot[what][part] for what in ("queue", "races") for part in ("waiting", "running"))
+    engine.drain()
     engine.close()
     if listened_to:
         time.sleep(FAREWELL_S)

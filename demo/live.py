@@ -11,7 +11,7 @@ from demo.lease import live_lease
 from demo.quota import Quotas
 from demo.timeline import timeline
 from demo.visitors import Visitors
-from engine import Engine
+from engine import Engine, clock
 
 BUILD_EVERY_S = 0.9
 SHOWN_OF_SLOTS = ("client", "tokens", "reused_tokens", "public_tokens")
@@ -38,7 +38,7 @@ class Live:
 
     def timeline(self, window_s: int, back_s: int) -> dict[str, Any]:
         """The batch as it was, for whoever scrolls back."""
-        past, now = self._engine.timeline(window_s, back_s), time.time()
+        past, now = self._engine.timeline(window_s, back_s), clock.now()
         lanes = assign_lanes(past["requests"], {}, now - back_s, window_s)
         drawn = timeline(past["requests"], past["speeds"], lanes, now, window_s, back_s, past["steps"])
         return {"figure": drawn, "requests": past["requests"]}

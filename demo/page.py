@@ -160,8 +160,17 @@ def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
             lanes = gr.CheckboxGroup(titles, value=FIELDS["race_lanes"], label="Lanes", **_CHOICE)
             with gr.Row(elem_classes="actions"):
                 choice = gr.Radio(list(CHOICES), value=FIELDS["race_choice"], label="Choice of tokens", **_CHOICE)
-                first = gr.Radio(
-                    [SLOWEST_FIRST, FASTEST_FIRST], value=FIELDS["race_first"], label="Who steps first", **_CHOICE
+                orders = [(order, order) for order in (SLOWEST_FIRST, FASTEST_FIRST)]
+                orders += [(f"{title} first", name) for title, name in titles]
+                first = gr.Dropdown(
+                    orders,
+                    value=FIELDS["race_first"],
+                    label="Who steps first",
+                    filterable=False,
+                    container=False,
+                    scale=0,
+                    min_width=200,
+                    elem_id="race-first",
                 )
                 warm = gr.Radio([WARM, COLD], value=FIELDS["race_start"], label="Start", **_CHOICE)
         if cost:

@@ -90,9 +90,7 @@ class Race:
     def _compare(self, asked: dict[str, Any], client: str | None) -> Comparison:
         require(asked["race_prompt"] in self.prompts, "Choose one of the prompts.")
         require(bool(asked["race_lanes"]), "Choose at least two lanes.")
-        lanes = [name for name in LANES if name in asked["race_lanes"]]
-        if asked["race_first"] != SLOWEST_FIRST:
-            lanes.reverse()
+        lanes = in_order(asked["race_lanes"], asked["race_first"])
         return self._engine.compare(
             self.prompts[asked["race_prompt"]],
             asked["race_tokens"],
@@ -121,6 +119,15 @@ class Race:
         yield final
 
 
+def in_order(names: list[str], first: str) -> list[str]:
+    """The chosen lanes as they step; `first` is one of them, or says which end of `LANES` begins."""
+    lanes = [name for name in LANES if name in names]
+    if first == FASTEST_FIRST:
+        return lanes[::-1]
+    require(first == SLOWEST_FIRST or first in lanes, "Who steps first has to be one of the lanes that you chose.")
+    return sorted(lanes, key=lambda name: name != first)
+
+
 def from_address(query: Mapping[str, str], prompts: list[str]) -> dict[str, Any]:
     """The race's fields out of the page's address; None for one that is not there or not among the choices."""
     found: dict[str, Any] = dict.fromkeys(FIELDS)
@@ -129,7 +136,7 @@ def from_address(query: Mapping[str, str], prompts: list[str]) -> dict[str, Any]
     found["race_tokens"] = {str(tokens): tokens for _, tokens in TOKENS}.get(query.get("race_tokens", ""))
     lanes = [name for name in query.get("race_lanes", "").split(",") if name in LANES]
     found["race_lanes"] = lanes or None
-    choices = {"race_choice": CHOICES, "race_first": (SLOWEST_FIRST, FASTEST_FIRST), "race_start": (WARM, COLD)}
+    choices = {"race_choice": CHOICES, "race_first": (SLOWEST_FIRST, FASTEST_FIRST, *LANES), "race_start": (WARM, COLD)}
     for name, allowed in choices.items():
         found[name] = query[name] if query.get(name) in allowed else None
     return found

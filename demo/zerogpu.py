@@ -75,11 +75,12 @@ class ZeroGPU:
             target=lambda: context.run(self._hold, lease, worker, connection), name="kvscope-lease", daemon=True
         )
 
-        def end(timeout: float) -> None:
+        def end(timeout: float) -> bool:
             holder.join(timeout)
             if holder.is_alive() and worker.pid:
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
+            return True
 
         worker = Worker(connection, end)
         holder.start()
@@ -160,7 +161,7 @@ class ZeroGPU:
     def _work(self, connection: Connection, until: float, probes: bool) -> None:
         try:
             core = self._core or self._make_core(connection)
-            core.probe_share = self._config.probe_share if probes else 0.0
+            core.measuring.probe_share = self._config.probe_share if probes else 0.0
             try:
                 run(core, connection, until)
             finally:

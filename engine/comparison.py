@@ -129,11 +129,15 @@ class Comparison:
         before, self._seen = self._seen, await self._signal.wait_async(self._seen, timeout)
         return self._seen != before
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the end, whichever, or for `timeout` seconds; whether it has ended."""
+        return self._signal.wait_for(lambda: self.done, timeout)
+
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The verdict: `conditions`, `lanes`, `ratio` (milliseconds a token of the first lane in the order of `LANES`
         to the last's), `identical`, `first_difference`, and the `gap` taken apart. `TimeoutError` if it is not there
         in time, `GenerationError` if there is none."""
-        if not self._signal.wait_for(lambda: self.done, timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"race {self.id} did not end within {timeout} s")
         if self.state != "finished":
             raise GenerationError(self.error or "the race was cancelled")
@@ -149,6 +153,11 @@ class Comparison:
         }
 
     # ---- the engine's side
+
+    def _begins(self) -> None:
+        """Its first step is being computed."""
+        self.state = "running"
+        self._signal.notify()
 
     def _push(self, step: RaceStep) -> None:
         if step.lane:

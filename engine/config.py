@@ -23,8 +23,8 @@ class EngineConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is float32 on a CPU and the model's own half precision on a GPU"
     )
-    quantize: Literal["none", "8bit", "4bit"] = Field(
-        "none", description="`8bit` or `4bit` weights by bitsandbytes, on a GPU"
+    quantize: Literal["none", "int8", "8bit", "4bit"] = Field(
+        "none", description="`int8` weights and activations on a CPU; `8bit` or `4bit` weights by bitsandbytes on a GPU"
     )
     cache: Path = Field(Path("~/.cache/kvscope"), description="folder for converted weights")
     hub_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds to wait for the model hub to answer")
@@ -39,6 +39,12 @@ class EngineConfig(BaseSettings):
         0.1, ge=0, le=0.5, description="share of the engine's time that naive measurements may take; 0: none"
     )
     max_race_tokens: int = Field(512, ge=16, le=100_000, description="longest context of a race, prompt included")
+    watchdog_s: float = Field(
+        180.0, ge=0, le=86_400, description="seconds that a worker with work may be silent until it is replaced; 0: any"
+    )
+    drain_s: float = Field(
+        8.0, ge=0, le=3600, description="seconds that answers get to finish when the server is told to end"
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: one a core")
 
     @property

@@ -3,30 +3,42 @@
 Single-threaded and steppable by hand; it knows token ids and nothing of text, processes or pages.
 """
 
+import logging
 import time
-from collections import deque
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from engine.config import EngineConfig
 from engine.grammar import GrammarError, Grammars
 from engine.kv_cache import KVCache
-from engine.lanes import LaneFailed
+from engine.measuring import Measuring
+from engine.memory import NO_ROOM, is_out_of_memory
 from engine.pace import Pace
 from engine.processors import Row
 from engine.public import PublicPrefixes
-from engine.race import Race, probe
 from engine.runner import Chunk, ModelRunner
 from engine.sampler import choose
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.wire import Failure, PromptLogprobs, RaceStep, SlotState, StartRace, StepRecord, StepReport, Token
+from engine.wire import Failure, PromptLogprobs, SlotState, StartRace, StepRecord, StepReport, Token
 
 NOT_FINITE = "The model produced numbers that are not finite for this text, so its answer ends here."
-PROBE_EVERY_TOKENS = 16
-MOST_CREDIT_MS = 500.0
+NO_CHOICE = "Choosing the next token failed ({}), so this answer ends here. Try it with other settings."
 MOST_SCORED_TOKENS = 128  # whose logits, one vocabulary a token, are held at once
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Turn:
+    """What one pass has computed, before anything of it counts: if memory runs out meanwhile, nothing has happened."""
+
+    running: list[Sequence]
+    chunks: list[tuple[Sequence, Chunk]]
+    chosen: list[Sequence] = field(default_factory=list)  # whose next token there is now
+    outcomes: list[Token | Failure] = field(default_factory=list)  # of those
 
 
 class EngineCore:
@@ -44,12 +56,7 @@ class EngineCore:
         cache = KVCache(runner.layer_shapes, slots, positions)
         self.scheduler = Scheduler(cache, config.max_batch_size, config.cache_tokens)
         self.public = PublicPrefixes(cache)
-        self.race: Race | None = None
-        self.waiting_races: deque[StartRace] = deque()
-        # Milliseconds of exclusive measuring that the shared batch's own work has paid for.
-        self._probe_credit_ms = 0.0
-        self._race_credit_ms = 0.0
-        self.probe_share = config.probe_share
+        self.measuring = Measuring(runner, self.scheduler, config)
         self._padding_tokens = 0
         self._pace = Pace(config.prefill_chunk)
 
@@ -59,61 +66,110 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.live or self.race or self.waiting_races)
+        return bool(self.scheduler.waiting or self.scheduler.live or self.measuring.has_work)
 
     def submit(self, sequence: Sequence) -> None:
         self.scheduler.waiting.append(sequence)
 
     def start_race(self, race: StartRace) -> None:
         """Queue a race; one runs at a time."""
-        self.waiting_races.append(race)
+        self.measuring.waiting.append(race)
 
     def cancel(self, request_id: int) -> None:
         """Forget a sequence or a race; its row is free for the next step."""
-        if self.race and self.race.request_id == request_id:
-            self._end_race()
-        self.waiting_races = deque(race for race in self.waiting_races if race.request_id != request_id)
+        self.measuring.cancel(request_id)
         for sequence in [*self.scheduler.live, *self.scheduler.waiting]:
             if sequence.request_id == request_id:
                 self.scheduler.release(sequence, retain=True)
 
     def park(self) -> None:
         """Put everything aside: who comes back goes on from its keys and values, unless their room was needed."""
-        self._end_race()
-        self.waiting_races.clear()
+        self.measuring.clear()
         self.scheduler.park()
 
     @torch.no_grad()
-    def step(self) -> StepReport:
-        report = StepReport(StepRecord(time=time.time()))
+    def step(self, begins: Callable[[list[int]], None] = lambda request_ids: None) -> StepReport:
+        """One turn. `begins` is told of sequences and races before they are computed for the first time."""
+        report = StepReport(StepRecord(time=time.monotonic()))
         self._padding_tokens = 0
-        busy = bool(self.scheduler.waiting) or len(self.scheduler.live) > self.config.max_batch_size // 2
-        self._probe(report, busy)
-        self._race(report, busy)
+        self.measuring.step(report, begins)
         started = time.perf_counter()
         self.runner.forward_ms = 0.0
-        self.scheduler.admit()
-        chosen, logits = self._forward(report)
-        if chosen:
-            self._choose(chosen, torch.cat(logits) if len(logits) > 1 else logits[0], report)
+        self._deliver(self._turn(report, begins), report)
         self._account(report, 1000 * (time.perf_counter() - started))
         return report
 
-    def _forward(self, report: StepReport) -> tuple[list[Sequence], list[torch.Tensor]]:
-        """One pass: the pending token of every running sequence, and chunks of prompts.
+    def _turn(self, report: StepReport, begins: Callable[[list[int]], None]) -> Turn:
+        """Admit and compute; while memory runs out, with less and less."""
+        first = True
+        while True:
+            try:
+                while sequence := self.scheduler.admit_next():
+                    begins([sequence.request_id])
+                turn = self._compute(report)
+                self.scheduler.fitted()
+                return turn
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Behind the handler, which holds on to what the failed attempt had allocated.
+            self._give_up(report, first)
+            first = False
 
-        Whose next token can be chosen now, and its logits, each `[some, vocabulary]`.
-        """
-        running, chunks = list(self.scheduler.running), self._next_chunks()
-        if not running and not chunks:
-            return [], []
-        token_ids, positions = [s.last_token_id for s in running], [s.cached_tokens for s in running]
-        decoded, read = self.runner.step(self.cache, token_ids, positions, [chunk for _, chunk in chunks])
-        chosen, logits = self._take_chunks(chunks, read, report)
+    def _give_up(self, report: StepReport, first: bool) -> None:
+        """What is retained goes first, then a race; then the newest sequence waits again. One that is alone fails."""
+        if (self.scheduler.shrink() and first) or self.measuring.give_up(report):
+            return
+        newest = self.scheduler.put_back_newest()
+        if newest:
+            report.put_back.append(newest.request_id)
+            self.scheduler.shrink()
+        else:
+            self._fail([*self.scheduler.live, *self.scheduler.waiting][0], NO_ROOM, report)
+
+    def _compute(self, report: StepReport) -> Turn:
+        """One pass: the pending token of every running sequence, and chunks of prompts; then their next tokens."""
+        turn = Turn(list(self.scheduler.running), self._next_chunks())
+        if not turn.running and not turn.chunks:
+            return turn
+        token_ids, positions = [s.last_token_id for s in turn.running], [s.cached_tokens for s in turn.running]
+        decoded, read = self.runner.step(self.cache, token_ids, positions, [chunk for _, chunk in turn.chunks])
+        rows: list[torch.Tensor] = []
+        for (sequence, chunk), logits in zip(turn.chunks, read, strict=True):
+            end = chunk.start + len(chunk.token_ids)
+            last = logits[-1:] if chunk.every else logits[None]
+            if chunk.every:
+                self._score_prompt(sequence, chunk.start, logits, report)
+            if end == sequence.length:
+                turn.chosen.append(sequence)
+                rows.append(last)
+            elif not last.logsumexp(dim=-1).isfinite():
+                # What is cached of it may be as spoilt, and must not outlast it.
+                turn.outcomes.append(Failure(sequence.request_id, NOT_FINITE))
+        turn.chosen += turn.running
         if decoded is not None:
-            self._take_rows(running, report.record)
-            logits.append(decoded)
-        return chosen + running, logits
+            rows.append(decoded)
+        if turn.chosen:
+            turn.outcomes += self._choose(turn.chosen, torch.cat(rows) if len(rows) > 1 else rows[0])
+        return turn
+
+    def _deliver(self, turn: Turn, report: StepReport) -> None:
+        """Make it count: what is cached now, who failed, and a token for each of the others."""
+        for sequence, chunk in turn.chunks:
+            sequence.cached_tokens += len(chunk.token_ids)
+            report.record.prefill_tokens += len(chunk.token_ids)
+        if turn.running:
+            self._take_rows(turn.running, report.record)
+        sequences = {s.request_id: s for s in self.scheduler.live}
+        failures = [outcome for outcome in turn.outcomes if isinstance(outcome, Failure)]
+        for failure in failures:
+            self._fail(sequences.pop(failure.request_id), failure.message, report)
+        for sequence, _ in turn.chunks:
+            if sequence.request_id in sequences:
+                self.public.keep(sequence)
+        for outcome in turn.outcomes:
+            if isinstance(outcome, Token):
+                self._emit(sequences[outcome.request_id], outcome, report)
 
     def _next_chunks(self) -> list[tuple[Sequence, Chunk]]:
         """Prompt tokens for this step: at least half for who came first, the rest for those who need the fewest."""
@@ -135,23 +191,6 @@ class EngineCore:
             budget -= len(ids)
         return chunks
 
-    def _take_chunks(
-        self, chunks: list[tuple[Sequence, Chunk]], read: list[torch.Tensor], report: StepReport
-    ) -> tuple[list[Sequence], list[torch.Tensor]]:
-        """Account for what was read of prompts; the sequences whose prompts are complete, and their logits."""
-        completed: list[Sequence] = []
-        last: list[torch.Tensor] = []
-        for (sequence, chunk), logits in zip(chunks, read, strict=True):
-            sequence.cached_tokens += len(chunk.token_ids)
-            report.record.prefill_tokens += len(chunk.token_ids)
-            self.public.keep(sequence)
-            if chunk.every:
-                self._score_prompt(sequence, chunk.start, logits, report)
-            if sequence.cached_tokens == sequence.length:
-                completed.append(sequence)
-                last.append(logits[-1:] if chunk.every else logits[None])
-        return completed, last
-
     def _take_rows(self, running: list[Sequence], record: StepRecord) -> None:
         record.batch_size = len(running)
         for sequence in running:
@@ -164,25 +203,40 @@ class EngineCore:
         ids = sequence.prompt_ids[start + 1 : start + 1 + len(logits)]
         predicted = torch.tensor(ids, dtype=torch.long, device=logits.device)
         scores = logits[: len(predicted)].log_softmax(dim=-1).gather(1, predicted[:, None])[:, 0]
-        sequence.prompt_logprobs = [*(sequence.prompt_logprobs if start else [None]), *scores.tolist()]
-        if sequence.cached_tokens == sequence.length:
+        sequence.prompt_logprobs = [None, *sequence.prompt_logprobs[1 : start + 1], *scores.tolist()]
+        if start + len(logits) == sequence.length:
             report.prompt_logprobs.append(PromptLogprobs(sequence.request_id, sequence.prompt_logprobs))
 
-    def _choose(self, sequences: list[Sequence], logits: torch.Tensor, report: StepReport) -> None:
-        """One token for each row; rows that are complete leave, freshly prefilled ones join the batch."""
+    def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Token | Failure]:
+        """A token for each row of `logits` `[sequences, vocabulary]`, or why there is none."""
+        try:
+            return self._choose_together(sequences, logits)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if len(sequences) > 1:  # whose fault it is shows when each is alone
+                rows = zip(sequences, logits.split(1), strict=True)
+                return [outcome for sequence, row in rows for outcome in self._choose([sequence], row)]
+            logger.error("Choosing the next token of request %d failed.", sequences[0].request_id, exc_info=error)
+            return [Failure(sequences[0].request_id, NO_CHOICE.format(type(error).__name__))]
+
+    def _choose_together(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Token | Failure]:
         allowed, stuck = self._allowed(sequences)
         rows = [
             Row(s.params, s.seed, len(s.output_ids), s.slot, s.length, allowed.get(s.request_id)) for s in sequences
         ]
         choice = choose(logits, rows, self.cache.token_ids)
         columns = (choice.token_ids.tolist(), choice.logprobs.tolist(), choice.top_tokens, choice.finite.tolist())
+        outcomes: list[Token | Failure] = []
         for sequence, token_id, logprob, top_tokens, finite in zip(sequences, *columns, strict=True):
+            number = sequence.request_id
             if not finite:
-                self._fail(sequence, NOT_FINITE, report)
-            elif sequence.request_id in stuck:
-                self._fail(sequence, stuck[sequence.request_id], report)
+                outcomes.append(Failure(number, NOT_FINITE))
+            elif number in stuck:
+                outcomes.append(Failure(number, stuck[number]))
             else:
-                self._emit(sequence, Token(sequence.request_id, token_id, logprob, top_tokens=top_tokens), report)
+                outcomes.append(Token(number, token_id, logprob, top_tokens=top_tokens))
+        return outcomes
 
     def _allowed(self, sequences: list[Sequence]) -> tuple[dict[int, bytes], dict[int, str]]:
         """By request: the tokens that its grammar admits next, or why its grammar cannot go on."""
@@ -218,51 +272,9 @@ class EngineCore:
 
     def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
         report.failures.append(Failure(sequence.request_id, message))
-        self.cache.clear(sequence.slot)
+        if sequence in self.scheduler.live:
+            self.cache.clear(sequence.slot)
         self.scheduler.release(sequence, retain=False)
-
-    def _probe(self, report: StepReport, busy: bool) -> None:
-        """Measure naive against cached decoding of one running sequence, if its turn and the share allow it."""
-        if busy or self._probe_credit_ms <= 0:
-            return
-        # A naive step of a long text takes seconds: only its own visitor may be kept waiting by it.
-        alone = len(self.scheduler.live) == 1
-        longest = self.config.max_context if alone else self.config.max_race_tokens
-        asked = [s for s in self.scheduler.running if s.probe and s.length <= longest]
-        due = [s for s in asked if s.length >= s.probed_at + PROBE_EVERY_TOKENS]
-        if due:
-            sequence = min(due, key=lambda s: s.probed_at)
-            measured = probe(self.runner, self.cache, sequence)
-            sequence.probed_at = sequence.length
-            self._probe_credit_ms -= measured.naive_ms + measured.cached_ms
-            report.probes.append(measured)
-
-    def _race(self, report: StepReport, busy: bool) -> None:
-        """One exclusive step of the race, which gets at most half of the engine's time and none while it is busy."""
-        if self.race is None and self.waiting_races:
-            self.race = Race(self.waiting_races.popleft(), self.runner)
-        if self.race is None:
-            return
-        if self.race.paused != busy:
-            self.race.paused = busy
-            report.race_steps.append(RaceStep(self.race.request_id, "paused" if busy else "running"))
-        if busy or (self.scheduler.live and self._race_credit_ms <= 0):
-            return
-        try:
-            step = self.race.step()
-        except LaneFailed as failure:
-            report.failures.append(Failure(self.race.request_id, f"The race ended: {failure}"))
-            self._end_race()
-            return
-        self._race_credit_ms -= step.step_ms
-        report.race_steps.append(step)
-        if self.race.finished:
-            self._end_race()
-
-    def _end_race(self) -> None:
-        if self.race:
-            self.race.close()
-        self.race = None
 
     def _account(self, report: StepReport, step_ms: float) -> None:
         record = report.record
@@ -270,9 +282,7 @@ class EngineCore:
         record.decode_ms = step_ms - record.forward_ms
         # Of the forward alone: a step that made the pool grow says nothing about the next one.
         self._pace.record(record.forward_ms, record.batch_size, record.prefill_tokens)
-        share = self.probe_share
-        self._probe_credit_ms = min(self._probe_credit_ms + share * step_ms, MOST_CREDIT_MS) if share else 0.0
-        self._race_credit_ms = min(self._race_credit_ms + step_ms, MOST_CREDIT_MS)
+        self.measuring.account(step_ms)
         report.public_tokens = self.public.tokens
         report.allocated_tokens = self.cache.allocated_tokens + self.public.tokens
         report.allocated_bytes = self.cache.allocated_bytes + self.public.nbytes

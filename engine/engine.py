@@ -9,18 +9,18 @@ import itertools
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from engine import line, tracing
+from engine import clock, line, tracing
+from engine.clients import Clients
 from engine.comparison import Comparison, Lane, check_lanes
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
-from engine.errors import EngineBusy, EngineNotReady, EngineStopped, LoadingError
+from engine.errors import CLOSED, DIED_LOADING, DRAINED, DRAINING, STUCK, EngineNotReady, EngineStopped, LoadingError
 from engine.generation import Generation
 from engine.hosts import LeaseHost, Worker
 from engine.params import MAX_SEED, SamplingParams, whole_number
@@ -29,15 +29,12 @@ from engine.requests import Requests
 from engine.sequence import Sequence
 from engine.telemetry import Telemetry
 from engine.tokenizer import load_tokenizer
-from engine.wire import Cancel, LeaseRefused, Loading, LoadingFailed, Parked, Ready, StartRace, StepReport
+from engine.watchdog import Watchdog
+from engine.wire import Began, Cancel, LeaseRefused, Loading, LoadingFailed, Ready, StartRace, StepReport
 from engine.workers import Workers
 
 SNAPSHOT_EVERY_S = 0.25
-KNOWN_CLIENTS = 10_000
-MAX_RACES = 8
-RACE_GUESS_S = 10.0
 PATIENCE_S = 5.0  # for a worker that is told to end
-RELEASE_S = 10.0  # for one that has ended, and whoever has to hear of it
 
 
 class Engine:
@@ -59,15 +56,18 @@ class Engine:
         self._eos_token_ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._requests = Requests(self.telemetry)
-        self._workers = Workers(host, self.config, self._requests, self.telemetry, self._lock, self._read)
+        self._workers = Workers(
+            host, self.config, self._requests, self.telemetry, self._lock, self._hear, self._worker_ended
+        )
         self._ids = itertools.count(1)
-        self._clients: OrderedDict[Hashable, int] = OrderedDict()
-        self._client_numbers = itertools.count(1)
+        self._clients = Clients()
         self._state = "loading"
+        self._draining = False
         self._settled = threading.Event()
         self._loading: dict[str, Any] | None = None
         self._error: str | None = None
         self._snapshot: dict[str, Any] | None = None
+        self._watchdog = Watchdog(self.config.watchdog_s, self._workers.owing, self._stuck)
         self._workers.start()
         if not isinstance(host, str):
             self._became_ready(host.ready)
@@ -77,14 +77,14 @@ class Engine:
         cls,
         model: str | None = None,
         device: str = "auto",
-        quantization: Literal["8bit", "4bit"] | None = None,
+        quantization: Literal["int8", "8bit", "4bit"] | None = None,
         *,
         config: EngineConfig | None = None,
         host: str = "process",
     ) -> "Engine":
         """An engine that is ready. `model` None is the default model; `LoadingError` says what to do."""
-        if quantization not in (None, "none", "8bit", "4bit"):
-            raise ValueError(f"quantization must be None, '8bit' or '4bit', not {quantization!r}")
+        if quantization not in (None, "none", "int8", "8bit", "4bit"):
+            raise ValueError(f"quantization must be None, 'int8', '8bit' or '4bit', not {quantization!r}")
         config = config or load_config()
         asked = {"model": model, "device": None if device == "auto" else device, "quantize": quantization}
         engine = cls(config.model_copy(update={name: value for name, value in asked.items() if value}), host)
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        return self.prompts is not None and self._state in ("ready", "restarting")
+        return self.prompts is not None and self._state in ("ready", "restarting") and not self._draining
 
     @property
     def context(self) -> int:
@@ -180,11 +180,7 @@ class Engine:
         check_length(len(ids), new_tokens, "new_tokens", limit)
         with self._lock:
             self._check_open()
-            races = len(self._requests.comparisons)
-            if races >= MAX_RACES:
-                rows, speed = self.config.max_batch_size, self.telemetry.last_speed
-                served_s = line.seconds_until_served(self._unfinished(), rows, speed)
-                raise EngineBusy(races, served_s + RACE_GUESS_S * races)
+            line.refuse_race_if_full(self._requests, self.config, self.telemetry.last_speed)
             drawn = secrets.randbelow(MAX_SEED) if seed is None else seed
             start = StartRace(next(self._ids), ids, new_tokens, tuple(lanes), params, drawn, warm_up)
             filling = [Lane(name, Detokenizer(encoder.tokenizer), new_tokens) for name in lanes]
@@ -204,12 +200,7 @@ class Engine:
     def client_number(self, client: Hashable) -> int:
         """The anonymous number that snapshots show for a client."""
         with self._lock:
-            if client not in self._clients:
-                self._clients[client] = next(self._client_numbers)
-            self._clients.move_to_end(client)
-            if len(self._clients) > KNOWN_CLIENTS:
-                self._clients.popitem(last=False)
-            return self._clients[client]
+            return self._clients.number(client)
 
     def place_in_line(self, generation: Generation) -> int:
         """From 1 for the next to be admitted; 0 for one that does not wait."""
@@ -223,22 +214,18 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """What the engine is doing, as JSON-able data. Shared by its readers; made at most four times a second."""
         with self._lock:
-            now = time.time()
-            if self._snapshot is None or not 0 <= now - self._snapshot["time"] < SNAPSHOT_EVERY_S:
-                generations, comparisons = self._unfinished(), list(self._requests.comparisons.values())
+            now = clock.now()
+            if self._snapshot is None or now - self._snapshot["time"] >= SNAPSHOT_EVERY_S:
+                generations = self._unfinished()
                 self._snapshot = {
                     "time": now,
                     "model": self.facts or None,
-                    "worker": self._workers.state if self._workers.leased and self._state == "ready" else self._state,
+                    "worker": "draining" if self._draining else self._workers.shown(self._state),
                     "loading": self._loading,
                     "error": self._error,
-                    "lease": self._workers.lease_snapshot(self._paying_client()),
+                    "lease": self._workers.lease_snapshot(self.client_number),
                     **self.telemetry.snapshot(now, generations, self.config, self.facts.get("bytes_per_token", 0)),
-                    "races": {
-                        "waiting": sum(c.state == "waiting" for c in comparisons),
-                        "running": any(c.state in ("running", "paused") for c in comparisons),
-                        "paused": any(c.state == "paused" for c in comparisons),
-                    },
+                    "races": self._requests.races(),
                 }
                 self._snapshot["totals"]["restarts"] = self._workers.deaths
             return self._snapshot
@@ -246,17 +233,24 @@ class Engine:
     def timeline(self, window_s: float, back_s: float) -> dict[str, Any]:
         """The `window_s` seconds until `back_s` seconds ago: requests, speeds and, of at most ten seconds, steps."""
         with self._lock:
-            until = time.time() - back_s
+            until = clock.now() - back_s
             return self.telemetry.timeline(until - window_s, until, self._unfinished())
+
+    def drain(self) -> None:
+        """Refuse what is new, and let what is unfinished end: at most `drain_s` seconds. Then `close`."""
+        with self._lock:
+            self._draining, self._snapshot, unfinished = True, None, list(self._requests)
+        until = time.monotonic() + self.config.drain_s
+        for request in unfinished:
+            request.wait(max(until - time.monotonic(), 0))
 
     def close(self) -> None:
         """End the worker; what is unfinished fails with a sentence."""
         with self._lock:
             if self._state == "stopped":
                 return
-            self._stop("The engine was closed.")
-            worker = self._workers.current
-        if worker:
+            self._stop(DRAINED if self._draining else CLOSED)
+        if worker := self._workers.current:
             worker.stop(PATIENCE_S)
 
     def __enter__(self) -> "Engine":
@@ -275,49 +269,38 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._state == "stopped":
-            raise EngineStopped(self._error or "The engine was closed.")
+            raise EngineStopped(self._error or CLOSED)
+        if self._draining:
+            raise EngineStopped(DRAINING)
 
     def _unfinished(self) -> list[Generation]:
         with self._lock:
             return list(self._requests.generations.values())
 
-    def _paying_client(self) -> int | None:
-        lease = self._workers.lease
-        return self.client_number(lease.payer.key) if lease else None
-
     # ---- the worker
 
-    def _read(self, worker: Worker) -> None:
-        parked = False
-        for message in worker.messages():
-            with self._lock:
-                if self._state == "stopped":
-                    continue
-                match message:
-                    case Loading():
-                        self._loading = asdict(message)
-                    case LoadingFailed(text):
-                        self._stop(text)
-                    case Ready():
-                        self._became_ready(message)
-                        self._workers.started()
-                    case StepReport():
-                        self._take_in(message)
-                    case LeaseRefused(text):
-                        self._workers.refused(text)
-                        parked = True
-                    case Parked():
-                        parked = True
-        worker.stop(RELEASE_S)  # not under the lock: it waits
-        with self._lock:
-            if self._state != "stopped":
-                self._worker_ended(parked)
+    def _hear(self, message: object) -> None:
+        match message:
+            case Loading():
+                self._loading = asdict(message)
+            case LoadingFailed(text) if self.prompts is None or self._workers.leased:
+                self._stop(text)
+            case LoadingFailed(text):
+                self._error = text
+            case Ready():
+                self._became_ready(message)
+                self._workers.started()
+            case Began(request_ids):
+                self._requests.begin(request_ids)
+            case StepReport():
+                self._take_in(message)
+            case LeaseRefused(text):
+                self._workers.refused(text)
 
     def _take_in(self, report: StepReport) -> None:
         size = self.facts["bytes_per_token"]
         fruitful = self._requests.take_in(report, size, lambda request_id: self._workers.tell(Cancel(request_id)))
-        if self._workers.lease:
-            self._workers.lease.fruitful |= fruitful
+        self._workers.took_in(fruitful=fruitful)
 
     def _became_ready(self, ready: Ready) -> None:
         if self.prompts is None:
@@ -330,19 +313,27 @@ class Engine:
             self._workers.publish(self.prompts.encode_all(self._public))
         self.facts = {**ready.facts, "chat_template": self.prompts.has_chat_template}
         self._requests.model_name = self.facts["name"]
-        self._loading, self._state = None, "ready"
+        self._loading, self._error, self._state = None, None, "ready"
         self._eos_token_ids = ready.eos_token_ids
         self._settled.set()
 
     def _worker_ended(self, parked: bool) -> None:
-        if self._state != "ready":
-            self._stop("The worker that runs the model died while it was loading. See the log; then start again.")
+        if self.prompts is None:
+            self._stop(DIED_LOADING)
             return
         if not self._workers.leased:
             self._state = "restarting"
         self._workers.ended(died=not parked)
 
+    def _stuck(self, worker: Worker) -> None:
+        """End it; then it is replaced as one that died."""
+        if not worker.stop(PATIENCE_S):
+            with self._lock:
+                self._stop(STUCK)
+
     def _stop(self, message: str) -> None:
-        self._state, self._error, self._loading = "stopped", message, None
+        self._state, self._draining, self._error, self._loading = "stopped", False, message, None
+        self._workers.give_up()
+        self._watchdog.end()
         self._requests.fail(list(self._requests), message)
         self._settled.set()

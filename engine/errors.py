@@ -1,5 +1,11 @@
 """What can go wrong, as sentences that can be shown to a visitor."""
 
+CLOSED = "The engine was closed."
+DRAINING = "The server is shutting down. Please come back in a minute."
+DRAINED = "The server had to shut down before this was finished. Please send it again in a minute."
+DIED_LOADING = "The worker that runs the model died while it was loading. See the log; then start again."
+STUCK = "The worker does not answer any more, and a thread cannot be ended: the program has to be started again."
+
 
 class LoadingError(RuntimeError):
     """The model cannot be loaded; the message is one line that says what to do."""

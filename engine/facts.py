@@ -25,7 +25,8 @@ def model_facts(
         "id": files.id,
         "name": files.id.rstrip("/").rsplit("/", 1)[-1],
         "source": files.source,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        # Of what the products read; the cache's own numbers are `bytes_per_value` wide.
+        "dtype": "int8" if config.quantize == "int8" else str(model.dtype).removeprefix("torch."),
         "device": ", ".join(dict.fromkeys(str(shape.device) for shape in shapes)),
         "quantization": config.quantize,
         "threads": torch.get_num_threads(),

@@ -1,10 +1,10 @@
 """One generation as its caller sees it: a stream of events that becomes a result."""
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine import clock
 from engine.detokenizer import Detokenizer
 from engine.errors import GenerationError
 from engine.sequence import Sequence
@@ -90,7 +90,7 @@ class GenerationResult:
 class Lifeline:
     """Unix seconds of a request's stations; None until it got there."""
 
-    queued: float = field(default_factory=time.time)
+    queued: float = field(default_factory=clock.now)
     prefill: float | None = None
     decode: float | None = None
     ended: float | None = None
@@ -147,9 +147,13 @@ class Generation:
         """End now. What was emitted stays; the row is free within two steps."""
         self._engine.cancel(self)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the end, whichever, or for `timeout` seconds; whether it has ended."""
+        return self._signal.wait_for(lambda: self.done, timeout)
+
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end. `TimeoutError` after `timeout` seconds, `GenerationError` if it failed."""
-        if not self._signal.wait_for(lambda: self.done, timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"generation {self.id} did not end within {timeout} s")
         self._raise_if_failed()
         return self.result_so_far()
@@ -236,6 +240,11 @@ class Generation:
 
     # ---- the engine's side
 
+    def _begins(self) -> None:
+        """Admitted: its first chunk is being computed."""
+        self.state = "prefill"
+        self._signal.notify()
+
     def _seated(self, slot: SlotState, record: StepRecord) -> None:
         if self.times.prefill is None:
             self.times.prefill = record.time
@@ -251,7 +260,7 @@ class Generation:
 
     def _push(self, token: Token, record: StepRecord) -> str | None:
         """Append a token; the finish reason, if this was the last one."""
-        now = time.time()
+        now = clock.now()
         self.times.prefill = self.times.prefill or record.time
         self.times.decode = self.times.decode or now
         text = self._detokenizer.push(token.token_id)
@@ -278,7 +287,7 @@ class Generation:
         return reason
 
     def _finish(self, reason: str, error: str | None = None) -> None:
-        self.times.ended = time.time()
+        self.times.ended = clock.now()
         self.state, self.error = "finished", error
         self.finish_reason = reason  # last: it is what `done` reads
         self._signal.notify()
@@ -299,7 +308,7 @@ class Generation:
 
     def _timings(self, events: list[TokenEvent]) -> Timings:
         times = self.times
-        now = times.ended or time.time()
+        now = times.ended or clock.now()
         first = times.decode or now
         last = events[-1].time if events else first
         decode_s = max(last - first, 0.0)

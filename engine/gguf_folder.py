@@ -128,6 +128,7 @@ def _save_tokenizer(facts: dict[str, Any], folder: Path) -> None:
 def _save_weights(tensors: list[Any], config: dict[str, Any], file: Path, progress: Progress) -> None:
     """Dequantise one tensor after the other; progress counts bytes of float32."""
     import gguf
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     total = sum(int(tensor.n_elements) for tensor in tensors) * 4
@@ -142,7 +143,10 @@ def _save_weights(tensors: list[Any], config: dict[str, Any], file: Path, progre
         weights[_hf_name(tensor.name)] = np.ascontiguousarray(values)
         done += values.nbytes
         progress("converting", done, total)
-    save_file(weights, file, metadata={"format": "pt"})
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # also where the disk is full
+        raise OSError(str(error)) from error
     # safetensors writes files that only their owner may read, but a cache may be filled by one
     # user (an image's builder) and read by another.
     file.chmod(0o644)

@@ -24,11 +24,13 @@ class Worker:
     Sending never blocks the caller: a worker that computes reads late, and the web server must not wait. The
     connection may be long in coming; what is sent meanwhile waits for it. Or it never comes: it is refused
     (`NoLease`), the worker dies on its way (`EOFError`), or nobody needs it any more (cancelled).
-    `end(timeout)` has to end the worker, and to return when it has ended or after so many seconds.
+    `end(timeout)` has to end the worker, and to return when it has ended or after so many seconds: whether it has.
+    `said` counts its messages.
     """
 
-    def __init__(self, connection: "Future[Connection]", end: Callable[[float], object], pid: int | None = None):
+    def __init__(self, connection: "Future[Connection]", end: Callable[[float], bool], pid: int | None = None):
         self.pid = pid
+        self.said = 0
         self._connection = connection
         self._end = end
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -51,14 +53,16 @@ class Worker:
             return
         while True:
             try:
-                yield connection.recv()
+                message = connection.recv()
             except (EOFError, OSError):
                 return
+            self.said += 1
+            yield message
 
-    def stop(self, timeout: float) -> None:
-        """End the worker and wait until it has ended, at most about `timeout` seconds."""
+    def stop(self, timeout: float) -> bool:
+        """End the worker and wait until it has ended, at most about `timeout` seconds; whether it has."""
         self.send(Shutdown())
-        self._end(timeout)
+        return self._end(timeout)
 
     def _send_all(self) -> None:
         message = None
@@ -105,9 +109,10 @@ def start_process(config: EngineConfig) -> Worker:
     )
     theirs.close()
 
-    def end(_timeout: float) -> None:
+    def end(_timeout: float) -> bool:
         process.kill()
         process.wait()
+        return True
 
     worker = Worker(connected(Connection(ours.detach())), end, process.pid)
     worker.send(config)
@@ -121,7 +126,12 @@ def start_thread(config: EngineConfig) -> Worker:
     ours, theirs = Pipe()
     thread = threading.Thread(target=serve, args=(theirs, config), name="kvscope-worker", daemon=True)
     thread.start()
-    return Worker(connected(ours), thread.join)
+
+    def end(timeout: float) -> bool:
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    return Worker(connected(ours), end)
 
 
 HOSTS = {"process": start_process, "thread": start_thread}

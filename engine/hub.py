@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import LoadingError
+from engine.model_folder import read_json
 from engine.progress import Progress, in_background, watch_growth
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -100,8 +101,8 @@ def _download(model_id: str, revision: str | None, wanted: list[str], info: Any,
         return Path(watch_growth(future, blobs, "fetching", sum(sizes[name] for name in names), progress))
     except Exception as error:
         raise HubUnreachable(
-            f"The download of {model_id} failed ({_one_line(error)}): start again to continue it; if the disk is full, "
-            "set HF_HOME to a folder with more space."
+            f"The download of {model_id} failed ({_one_line(error)}): start again to continue it; if the disk is full "
+            "or cannot be written, set HF_HOME to a folder with more space."
         ) from error
 
 
@@ -114,7 +115,17 @@ def _downloaded_earlier(model_id: str, revision: str | None, wanted: list[str]) 
         )
     except Exception:
         return None
-    return Path(folder)
+    return Path(folder) if _is_whole(Path(folder)) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether nothing that the weights need is missing. Each file is whole, but a download may end between two."""
+    for kind in ("safetensors", "bin"):
+        shards = next(folder.glob(f"*.{kind}.index.json"), None)
+        names = set(read_json(shards).get("weight_map", {}).values()) if shards else set()
+        if next(folder.glob(f"*.{kind}"), None):
+            return (folder / "config.json").is_file() and all((folder / name).is_file() for name in names)
+    return False
 
 
 def _is_top(name: str, ending: str) -> bool:

@@ -61,13 +61,15 @@ class KVCache:
     def resize(self, slots: int, positions: int) -> None:
         """Another number of slots and positions; what lies in both shapes is kept.
 
-        Layer by layer, so that the peak above the larger of the two pools is one layer.
+        Layer by layer, so that the peak above the larger of the two pools is one layer. Where memory runs out halfway,
+        the pool has what both shapes have in common, and some layers more.
         """
-        for index, shape in enumerate(self.shapes):
-            self.keys[index] = _copy_overlap(self.keys[index], _zeros(shape, shape.head_dim, slots, positions))
-            self.values[index] = _copy_overlap(self.values[index], _zeros(shape, shape.value_dim, slots, positions))
-        ids = torch.zeros(slots, positions, dtype=torch.long, device=self.token_ids.device)
         kept = min(slots, self.slots), min(positions, self.positions)
+        self.slots, self.positions = kept
+        for index, shape in enumerate(self.shapes):
+            self.keys[index] = _resized(self.keys[index], shape, shape.head_dim, slots, positions)
+            self.values[index] = _resized(self.values[index], shape, shape.value_dim, slots, positions)
+        ids = torch.zeros(slots, positions, dtype=torch.long, device=self.token_ids.device)
         ids[: kept[0], : kept[1]] = self.token_ids[: kept[0], : kept[1]]
         self.token_ids = ids
         self.slots, self.positions = slots, positions
@@ -161,13 +163,19 @@ def _zeros(shape: LayerShape, dim: int, slots: int, positions: int) -> torch.Ten
     return torch.zeros(slots, shape.kv_heads, positions, dim, dtype=shape.dtype, device=shape.device)
 
 
-def _copy_overlap(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    slots, positions = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+def _resized(old: torch.Tensor, shape: LayerShape, dim: int, slots: int, positions: int) -> torch.Tensor:
+    if (old.shape[0], old.shape[2]) == (slots, positions):
+        return old
+    new = _zeros(shape, dim, slots, positions)
+    slots, positions = min(old.shape[0], slots), min(old.shape[2], positions)
     new[:slots, :, :positions] = old[:slots, :, :positions]
     return new
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor, first_tokens: int, second_tokens: int) -> None:
+    if not first_tokens or not second_tokens:  # a plain move, for which nothing has to be held
+        first[:second_tokens], second[:first_tokens] = second[:second_tokens], first[:first_tokens]
+        return
     held = first[:first_tokens].clone()
     first[:second_tokens] = second[:second_tokens]
     second[:first_tokens] = held

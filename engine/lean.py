@@ -50,7 +50,7 @@ class LeanForward:
     def __init__(self, model: PreTrainedModel):
         body: Any = model.model
         self._embed, self._layers, self._norm, self._rotary = body.embed_tokens, body.layers, body.norm, body.rotary_emb
-        self._head: Any = model.get_output_embeddings()
+        self._model = model
         self._layer_types: Any = getattr(model.config, "layer_types", None)
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:
@@ -64,7 +64,8 @@ class LeanForward:
             )
             hidden = hidden + layer.mlp(_rms_norm(hidden, layer.post_attention_layernorm))
         hidden = _rms_norm(_asked_for(hidden, parts), self._norm)
-        logits = self._head(hidden).float()
+        head: Any = self._model.get_output_embeddings()  # asked for each time: packing replaces it
+        logits = head(hidden).float()
         counts = [part.ids.numel() if part.every else len(part.ids) for part in parts]
         return [some.unflatten(0, (len(part.ids), -1)) for some, part in zip(logits.split(counts), parts, strict=True)]
 
@@ -99,7 +100,13 @@ def _attend(
         # The queries that share a head of keys stand side by side, as if they were a text: nothing is copied.
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
         mask = mask[:, :, :1] if mask is not None else None
-        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(rows, -1)
+        if q.device.type != "cpu":
+            return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(rows, -1)
+        # A CPU's flash kernel is made for blocks of queries; for so few, two plain products read the cache sooner.
+        scores = torch.matmul(q * scale, keys.transpose(2, 3))
+        if mask is not None:
+            scores += mask
+        return torch.matmul(scores.softmax(dim=-1), values).reshape(rows, -1)
     causal = mask is None
     gathered = F.scaled_dot_product_attention(
         q, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=heads != kv_heads

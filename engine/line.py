@@ -8,6 +8,10 @@ from collections.abc import Sequence as SequenceOf
 from engine.config import EngineConfig
 from engine.errors import EngineBusy
 from engine.generation import Generation
+from engine.requests import Requests
+
+MAX_RACES = 8
+RACE_GUESS_S = 10.0
 
 
 def place(generation: Generation, unfinished: SequenceOf[Generation]) -> int:
@@ -36,6 +40,14 @@ def refuse_if_full(unfinished: SequenceOf[Generation], config: EngineConfig, spe
     waiting = len(unfinished) - config.max_batch_size
     if waiting >= config.max_waiting:
         raise EngineBusy(max(waiting, 0), seconds_until_served(unfinished, config.max_batch_size, speed))
+
+
+def refuse_race_if_full(requests: Requests, config: EngineConfig, speed: float) -> None:
+    """The same for races, which run one after another."""
+    races = len(requests.comparisons)
+    if races >= MAX_RACES:
+        served_s = seconds_until_served(list(requests.generations.values()), config.max_batch_size, speed)
+        raise EngineBusy(races, served_s + RACE_GUESS_S * races)
 
 
 def _owed(generations: SequenceOf[Generation]) -> int:

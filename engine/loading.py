@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from engine import embedded, hub, weights
 from engine.config import EngineConfig
 from engine.errors import LoadingError
+from engine.memory import is_out_of_memory
 from engine.model_folder import ModelFiles, damaged, one_line, quiet
 from engine.progress import Progress, no_progress
 from engine.support import model_class_of, read_config, refuse_unsupported, unsupported
@@ -115,7 +116,7 @@ def load_model(files: ModelFiles, config: EngineConfig) -> "PreTrainedModel":
     except ImportError as error:
         raise LoadingError(f"{files.id} needs a package that is not installed ({one_line(error)}).") from error
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise _too_big(files, device) from error
         raise LoadingError(damaged(files, str(error))) from error
     return model.requires_grad_(False).eval()
@@ -131,7 +132,7 @@ def make_runner(files: ModelFiles, model: "PreTrainedModel") -> "ModelRunner":
         runner = ModelRunner(model)
         distance = runner.rehearse()
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise _too_big(files, model.device) from error
         raise LoadingError(unsupported(files, f"fails in its first steps ({one_line(error)})")) from error
     # Half precision rounds too much to tell; what is not finite fails where somebody asks for it.
@@ -222,9 +223,3 @@ def _too_big(files: ModelFiles, device: "torch.device", needed: int = 0) -> Load
         f"{files.id} does not fit into the memory of {device}{size}: choose a smaller KVSCOPE_MODEL, "
         "or a smaller KVSCOPE_DTYPE."
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

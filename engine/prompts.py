@@ -101,7 +101,10 @@ class PromptEncoder:
                 f"prompt must be valid Unicode text; character {error.start} is half of a surrogate pair"
             ) from None
         # Not verbose: a text that is too long is refused with a sentence, not logged.
-        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except Exception as error:
+            raise ValueError(f"this model's tokenizer does not take this text ({type(error).__name__})") from error
 
     def _render(self, messages: list[Any]) -> str:
         for message in messages:

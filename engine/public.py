@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass
 
 from engine.kv_cache import KVCache, States
+from engine.memory import is_out_of_memory
 from engine.sequence import Sequence
 
 MIN_REUSED_TOKENS = 16  # fewer are computed as fast as they are copied
@@ -67,8 +68,17 @@ class PublicPrefixes:
         ids = sequence.prompt_ids[:length]
         if any(common_prefix(kept.token_ids, ids) == length for kept in self._kept):
             return
+        try:
+            states = self._cache.read(sequence.slot, length)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # it would only have saved time
+        # A copy that is not finite would spoil everybody's answers, for good.
+        if not all(tensor.isfinite().all() for pair in states for tensor in pair):
+            return
         self._kept = [kept for kept in self._kept if common_prefix(kept.token_ids, ids) < len(kept.token_ids)]
-        self._kept.append(Beginning(ids, self._cache.read(sequence.slot, length)))
+        self._kept.append(Beginning(ids, states))
 
     def computes_for(self, first: Sequence, second: Sequence) -> bool:
         """Whether `first` is about to compute a public beginning that `second` has, too, and has not been lent."""

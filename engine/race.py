@@ -99,7 +99,7 @@ def probe(runner: ModelRunner, cache: KVCache, sequence: Sequence) -> Probe:
     position = len(ids) - 1
     naive_ms = _timed_ms(runner, lambda: runner.naive(ids))
     cached_ms = _timed_ms(runner, lambda: runner.decode(cache, ids[-1:], [position], sequence.slot))
-    return Probe(sequence.request_id, sequence.client, len(ids), naive_ms, cached_ms, time.time())
+    return Probe(sequence.request_id, sequence.client, len(ids), naive_ms, cached_ms, time.monotonic())
 
 
 def _timed_ms(runner: ModelRunner, forward: Callable[[], torch.Tensor]) -> float:

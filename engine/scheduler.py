@@ -9,10 +9,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.kv_cache import KVCache
+from engine.memory import is_out_of_memory
 from engine.public import MIN_REUSED_TOKENS, common_prefix
 from engine.sequence import Sequence
 
 POSITION_STEP = 64
+STEPS_PER_ROW = 500
 
 
 @dataclass(eq=False)
@@ -53,16 +55,22 @@ class Scheduler:
     prefilling: list[Sequence] = field(default_factory=list)
     retained: dict[int, Retained] = field(default_factory=dict)  # by slot
 
+    def __post_init__(self) -> None:
+        self.rows = self.max_batch_size  # that may be live together: fewer for a while after memory has run out
+        self._fitted = 0  # steps since then
+
     @property
     def live(self) -> list[Sequence]:
         return self.running + self.prefilling
 
-    def admit(self) -> None:
-        """Move waiting sequences into slots while they fit; the first that does not fit holds up the others."""
-        while self.waiting and len(self.live) < self.max_batch_size and self._make_room(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self._seat(sequence)
-            self.prefilling.append(sequence)
+    def admit_next(self) -> Sequence | None:
+        """Move the first waiting sequence into a slot if it fits, else None: it holds up those behind it."""
+        if not self.waiting or len(self.live) >= self.rows or not self._make_room(self.waiting[0]):
+            return None
+        sequence = self.waiting.popleft()
+        self._seat(sequence)
+        self.prefilling.append(sequence)
+        return sequence
 
     def start_running(self, sequence: Sequence) -> None:
         """A prefilled sequence joins the batch: it moves to the first slot behind the running ones."""
@@ -86,6 +94,37 @@ class Scheduler:
             self.waiting.remove(sequence)
         if retain:
             self.retained[sequence.slot] = Retained.of(sequence)
+
+    def shrink(self) -> bool:
+        """Memory has run out: forget what is retained, and admit nobody beside those who are here. Whether it helped.
+
+        If there is not even memory to move to a smaller pool, the larger one stays.
+        """
+        self.rows, self._fitted = max(len(self.live), 1), 0
+        self.retained.clear()
+        before = self.cache.allocated_bytes
+        needed = max((sequence.max_length for sequence in self.live), default=1)
+        try:
+            self._reshape(self.rows, min(self.cache.positions, _double_until(needed, POSITION_STEP)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return self.cache.allocated_bytes < before
+
+    def put_back_newest(self) -> Sequence | None:
+        """Who came last waits again, first in line, to go on with the same tokens; None for one that is alone."""
+        if len(self.live) < 2:
+            return None
+        newest = max(self.live, key=lambda sequence: sequence.request_id)
+        self.release(newest, retain=False)
+        self.waiting.appendleft(newest)
+        return newest
+
+    def fitted(self) -> None:
+        """Memory sufficed for a step. After many of them one more row is tried again."""
+        self._fitted += 1
+        if self._fitted % STEPS_PER_ROW == 0:
+            self.rows = min(self.rows + 1, self.max_batch_size)
 
     def park(self) -> None:
         """Nobody runs or waits any more, but what they have cached is retained, also of those without a client."""

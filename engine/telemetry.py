@@ -1,11 +1,11 @@
 """What the front remembers: of the last minute steps, probes, cache in use; of the last ten, requests. Never text."""
 
 import itertools
-import time
 from collections import Counter, deque
 from dataclasses import asdict
 from typing import Any
 
+from engine import clock
 from engine.config import EngineConfig
 from engine.generation import Generation
 from engine.histogram import Histogram
@@ -44,7 +44,7 @@ class Telemetry:
 
     def record(self, report: StepReport, delivered: int, waiting: int, bytes_per_token: int) -> None:
         """Take in one step. `delivered` leaves out tokens that a worker made past a stop string."""
-        now, record = time.time(), report.record
+        now, record = clock.now(), report.record
         self.slots = report.slots
         self.allocated_bytes, self.allocated_tokens = report.allocated_bytes, report.allocated_tokens
         self.padding_tokens, self.public_tokens = report.padding_tokens, report.public_tokens
@@ -79,7 +79,7 @@ class Telemetry:
         self.slots = []
         self.allocated_bytes = self.allocated_tokens = self.padding_tokens = self.public_tokens = 0
         if self.history:
-            self._sample(time.time(), [], self.history[-1]["waiting"], 0)
+            self._sample(clock.now(), [], self.history[-1]["waiting"], 0)
 
     def tokens_per_second(self, now: float) -> float:
         """Over the last seconds; 0 when nothing was emitted in them."""

@@ -4,10 +4,13 @@ Whoever wants traces has imported `opentelemetry` before the first request (`ope
 does); this module only looks whether that happened. Spans carry lengths and times, never text.
 """
 
+import logging
 import sys
 from typing import Any
 
 from engine.generation import Generation
+
+logger = logging.getLogger(__name__)
 
 
 def caller() -> Any:
@@ -25,6 +28,13 @@ def record(generation: Generation, model: str) -> None:
         return
     from opentelemetry import trace
 
+    try:
+        _record(trace, generation, model)
+    except Exception:  # an exporter's trouble is no request's
+        logger.exception("A span could not be recorded.")
+
+
+def _record(trace: Any, generation: Generation, model: str) -> None:
     tracer = trace.get_tracer("kvscope")
     times, ended = generation.times, generation.times.ended or generation.times.queued
     span = tracer.start_span(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARDED = "sharded"
+BITSANDBYTES = ("8bit", "4bit")
 
 
 def check_options(config: EngineConfig, device: "torch.device") -> None:
@@ -18,7 +19,11 @@ def check_options(config: EngineConfig, device: "torch.device") -> None:
 
     setting = f"KVSCOPE_QUANTIZE={config.quantize}"
     needed = []
-    if config.quantize != "none":
+    if config.quantize == "int8":
+        if device.type != "cpu" or config.dtype not in ("auto", "float32"):
+            advice = "set KVSCOPE_DEVICE=cpu and leave KVSCOPE_DTYPE unset"
+            raise LoadingError(f"{setting} needs a CPU and float32: {advice}.")
+    elif config.quantize != "none":
         if device.type != "cuda":
             raise LoadingError(f"{setting} needs a GPU, and this is {device}: unset it, or choose a smaller model.")
         needed = ["bitsandbytes", "accelerate"]
@@ -36,9 +41,9 @@ def reading_options(config: EngineConfig, device: "torch.device", dtype: "torch.
     options: dict[str, Any] = {}
     if config.device == SHARDED:
         options["device_map"] = "auto"
-    elif config.quantize != "none":
+    elif config.quantize in BITSANDBYTES:
         options["device_map"] = {"": device}
-    if config.quantize != "none":
+    if config.quantize in BITSANDBYTES:
         options["quantization_config"] = quantization(config.quantize, dtype)
     return options
 

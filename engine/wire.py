@@ -90,6 +90,13 @@ class Parked:
 
 
 @dataclass(frozen=True)
+class Began:
+    """Sequences or races that the step now beginning takes in: if the worker dies of it, they were there."""
+
+    request_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Token:
     request_id: int
     token_id: int
@@ -135,7 +142,7 @@ class Probe:
     length: int
     naive_ms: float
     cached_ms: float
-    time: float
+    time: float  # as a `StepRecord`'s
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ class RaceStep:
 class StepRecord:
     """One turn of the engine; milliseconds are exclusive of probes and races."""
 
-    time: float
+    time: float  # of `time.monotonic`, which the front turns into Unix seconds
     batch_size: int = 0
     prefill_tokens: int = 0
     forward_ms: float = 0.0
@@ -173,6 +180,7 @@ class StepReport:
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    put_back: list[int] = field(default_factory=list)  # requests that wait again, because memory ran out
     probes: list[Probe] = field(default_factory=list)
     race_steps: list[RaceStep] = field(default_factory=list)
     slots: list[SlotState] = field(default_factory=list)

@@ -24,7 +24,7 @@ from engine.loading import load_model, make_runner, resolve
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.tokenizer import eos_token_ids
-from engine.wire import Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
+from engine.wire import Began, Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
 
 
 def serve(connection: Connection, config: EngineConfig) -> None:
@@ -55,8 +55,9 @@ def load(connection: Connection, config: EngineConfig) -> tuple[EngineCore, Read
 def make_core(files: ModelFiles, model: PreTrainedModel, config: EngineConfig) -> tuple[EngineCore, Ready]:
     """Warm the model up and put an engine around it; `LoadingError` if it cannot be served."""
     parameters = model.num_parameters()
-    pack_linears(model)
     runner = make_runner(files, model)
+    # After the rehearsal: rounding to 8 bits would hide from it the small mistakes that it looks for.
+    pack_linears(model, config.quantize)
     trusted = config.trust_remote_code
     end_ids = eos_token_ids(files.folder, trusted)
     grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
@@ -78,7 +79,7 @@ def run(core: EngineCore, connection: Connection, until: float = math.inf) -> No
             _handle(core, message)
             if not core.has_work:
                 break
-        connection.send(core.step())
+        connection.send(core.step(lambda request_ids: connection.send(Began(request_ids))))
 
 
 def _handle(core: EngineCore, message: object) -> None:
@@ -123,8 +124,9 @@ class _Progress:
 
 def main() -> None:
     """Entry of the child process: the connection's descriptor is inherited, the settings come first through it."""
-    # Ctrl-C reaches the whole process group; the front decides what ends when.
+    # Ctrl-C reaches the whole process group, SIGTERM maybe, too; the front decides what ends when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     serve(connection, connection.recv())
     sys.stdout.flush()

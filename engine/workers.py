@@ -3,9 +3,10 @@
 Either way the unfinished requests go from one worker to the next, with the tokens that they would have had.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,21 @@ from engine.hosts import HOSTS, LeaseHost, Worker
 from engine.lease import START_S, Demand, Lease, Payer, seconds_needed
 from engine.requests import Request, Requests
 from engine.telemetry import Telemetry
-from engine.wire import Publish, Submit
+from engine.watchdog import Owing
+from engine.wire import LeaseRefused, Parked, Publish, Submit
+
+logger = logging.getLogger(__name__)
+
+RELEASE_S = 10.0  # for a worker that has ended, and whoever has to hear of it
+LOADING_PATIENCE = 10  # times the usual silence: reading weights from a slow disk says nothing for long
+MOST_PAUSE_S = 60.0  # between workers of which none lives long enough to help anybody
 
 
 class Workers:
-    """The current worker, if there is one. The engine's lock guards all of it; `read` follows each new worker."""
+    """The current worker, if there is one. The engine's lock guards all of it.
+
+    Under it, each worker's messages go to `hear`, and when it is gone, `ended` is told whether it was parked.
+    """
 
     def __init__(
         self,
@@ -29,24 +40,31 @@ class Workers:
         requests: Requests,
         telemetry: Telemetry,
         lock: threading.RLock,
-        read: Callable[[Worker], None],
+        hear: Callable[[object], None],
+        ended: Callable[[bool], None],
     ):
         self.current: Worker | None = None
         self.lease: Lease | None = None
         self.handovers = 0
         self.deaths = 0
         self._host, self._config, self._requests, self._telemetry = host, config, requests, telemetry
-        self._lock, self._read = lock, read
+        self._lock, self._hear, self._heard_out = lock, hear, ended
         self._public: list[list[int]] = []
+        self._loaded = False  # whether the current worker has its model
+        self._fruitful = False  # whether anybody has got anything from it
+        self._in_vain = 0  # workers in a row from which nobody has
+        self._closed = False
+        self._pause: threading.Timer | None = None  # before the next worker
         self._start_s = START_S  # what a fresh worker needs before its first step, as far as is known
 
     @property
     def leased(self) -> bool:
         return not isinstance(self._host, str)
 
-    @property
-    def state(self) -> str:
-        """Of leases: none | asked | ready."""
+    def shown(self, state: str) -> str:
+        """What snapshots call the engine's `state`; where one is leased and all is well, none | asked | ready."""
+        if not self.leased or state != "ready":
+            return state
         return "none" if self.lease is None else "asked" if self.lease.until is None else "ready"
 
     def payer(self) -> Payer | None:
@@ -76,7 +94,25 @@ class Workers:
     def start(self) -> None:
         """Start one, where one is always kept."""
         if isinstance(self._host, str):
+            self._loaded = self._fruitful = False
             self._follow(HOSTS[self._host](self._config))
+
+    def give_up(self) -> None:
+        """The engine is stopped: none is started any more."""
+        self._closed = True
+        if self._pause:
+            self._pause.cancel()
+
+    def owing(self) -> Owing | None:
+        """The worker, if it has to say something: while it loads, and as long as anything is unfinished.
+
+        A leased one is left to its lease's end.
+        """
+        with self._lock:
+            worker = self.current
+            if worker is None or self.leased or (self._loaded and not list(self._requests)):
+                return None
+            return Owing(worker, worker.said, 1 if self._loaded else LOADING_PATIENCE)
 
     def left_by(self, payer: Payer | None) -> None:
         """`payer` has cancelled a request: a lease does not go on at the expense of somebody who has left."""
@@ -85,8 +121,15 @@ class Workers:
 
     def started(self) -> None:
         """A fresh worker is ready: what its lease has spent until now, the next one's payer will have to pay, too."""
+        self._loaded = True
         if self.lease:
             self._start_s = self.lease.spent_s(time.monotonic())
+
+    def took_in(self, *, fruitful: bool) -> None:
+        """A step's report was taken in; `fruitful` if it gave anybody anything."""
+        self._fruitful |= fruitful
+        if self.lease:
+            self.lease.fruitful |= fruitful
 
     def refused(self, message: str) -> None:
         """Whoever was to pay is told why it failed; the others go on under the next payer."""
@@ -99,28 +142,62 @@ class Workers:
         self.deaths += died
         self._telemetry.worker_lost()
         in_vain = lease is not None and not lease.fruitful and (died or lease.until is not None)
-        self._requests.worker_ended(died=died, in_vain_for=lease.payer if lease and in_vain else None)
+        blamed = lease.payer if lease and in_vain else None
+        self._requests.worker_ended(died=died, in_vain_for=blamed, in_vain=not (self.leased or self._fruitful))
         if lease:
             if in_vain:
                 self._start_s = max(self._start_s, lease.spent_s(time.monotonic()))
             self.handovers += bool(lease.until and list(self._requests))
             self._lease_for_next(lease.payer)
         else:
+            self._replace()
+
+    def lease_snapshot(self, number: Callable[[Hashable], int]) -> dict[str, Any] | None:
+        """What snapshots say of the lease, with its payer's number; None where nothing is leased."""
+        if not self.leased:
+            return None
+        payer = number(self.lease.payer.key) if self.lease else None
+        shown = self.lease.snapshot(time.monotonic()) if self.lease else {"state": "none"}
+        return {**shown, "payer": payer, "handovers": self.handovers}
+
+    def _replace(self) -> None:
+        """Start another one: at once, or after a pause that grows while none helps anybody."""
+        self._in_vain = 0 if self._fruitful else self._in_vain + 1
+        if self._in_vain < 2:
+            self._start_again()
+            return
+        self._pause = threading.Timer(min(2.0 ** (self._in_vain - 2), MOST_PAUSE_S), self._start_again)
+        self._pause.daemon = True
+        self._pause.start()
+
+    def _start_again(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
             self.start()
             for request in self._requests:
                 self._hand_over(request)
 
-    def lease_snapshot(self, payer: int | None) -> dict[str, Any] | None:
-        """What snapshots say of the lease, `payer` being a client's number; None where nothing is leased."""
-        if not self.leased:
-            return None
-        shown = self.lease.snapshot(time.monotonic()) if self.lease else {"state": "none"}
-        return {**shown, "payer": payer, "handovers": self.handovers}
-
     def _follow(self, worker: Worker) -> None:
         self.current = worker
         self.tell(Publish(self._public))
-        threading.Thread(target=self._read, args=(worker,), name="kvscope-reader", daemon=True).start()
+        threading.Thread(target=self._listen, args=(worker,), name="kvscope-reader", daemon=True).start()
+
+    def _listen(self, worker: Worker) -> None:
+        parked = False
+        try:
+            for message in worker.messages():
+                parked |= isinstance(message, LeaseRefused | Parked)
+                with self._lock:
+                    if not self._closed:
+                        self._hear(message)
+        except Exception:
+            # Whoever does not hear it any more has to do without it.
+            logger.exception("What the worker said could not be taken in.")
+        worker.stop(RELEASE_S)  # not under the lock: it waits
+        with self._lock:
+            if not self._closed:
+                self._heard_out(parked)
 
     def _hand_over(self, request: Request) -> None:
         """Have the worker compute it. What is measured for one visitor alone, only that visitor's lease pays for."""

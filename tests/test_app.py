@@ -702,7 +702,7 @@ def test_it_starts_says_when_it_is_ready_and_ends_without_a_rest(talkative, sign
 
 
 def start_and_end(model: Path, command: Sequence[str], signal_number: signal.Signals) -> None:
-    with running_app(model, command=command, ready=False) as app:
+    with running_app(model, command=command, ready=False, KVSCOPE_DRAIN_S=600) as app:
         # The worker is held while it loads, so that there is time to ask.
         worker = eventually(lambda: worker_of(app), timeout=60, every=0.01)
         worker.suspend()
@@ -717,10 +717,46 @@ def start_and_end(model: Path, command: Sequence[str], signal_number: signal.Sig
             worker.resume()
             app.wait_ready()
             assert app.get("healthz").json() == {"status": "ready", "live": True, "ready": True, "why": None}
-        app.process.send_signal(signal_number)
-        assert app.process.wait(15) == 0
-        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+            (drains if command is AS_SCRIPT else ends_at_once)(app, worker)
+        else:
+            app.process.send_signal(signal_number)
+            assert app.process.wait(15) == 0
+        eventually(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
         assert "Traceback" not in app.log
+
+
+def told_to_end(app: RunningApp, worker: psutil.Process) -> Iterator[str]:
+    """The stream of an answer during which SIGTERM comes; the worker is held, so that there is time to look."""
+    running = long_stream(app, 800)
+    next(text for text in running if text)
+    worker.suspend()
+    app.process.send_signal(signal.SIGTERM)
+    eventually(lambda: app.health() == 503)
+    return running
+
+
+def drains(app: RunningApp, worker: psutil.Process) -> None:
+    """What runs is finished, nothing new is taken."""
+    undisturbed = list(long_stream(app, 800))[-1]
+    running = told_to_end(app, worker)
+    assert app.get("healthz").json()["status"] == "draining"
+    for call in (("generate", *generate_data("late", max_new_tokens=3)), ("compare", "late", 3)):
+        with pytest.raises(ApiError, match="shutting down. Please come back in a minute"):
+            list(stream(app, *call))
+    assert app.process.poll() is None
+    worker.terminate()  # as by a host that tells all processes: the front decides
+    worker.resume()
+    assert list(running)[-1] == undisturbed
+    assert app.process.wait(15) == 0
+    assert app.log.count("loading the weights") == 1
+
+
+def ends_at_once(app: RunningApp, worker: psutil.Process) -> None:
+    """A second signal does not wait for anybody."""
+    told_to_end(app, worker)
+    app.process.send_signal(signal.SIGTERM)
+    assert app.process.wait(3) == -signal.SIGTERM
+    worker.resume()
 
 
 def worker_of(app: RunningApp) -> psutil.Process | None:

@@ -380,7 +380,7 @@ def test_a_race_that_others_left_no_turn_is_not_served_and_waits_for_another_lea
 
 def test_only_the_payers_own_decoding_is_probed(leased):
     engine, host = leased()
-    host.core.probe_share = 1.0
+    host.core.measuring.probe_share = 1.0
     host.held.clear()
     ann, bob = ask(engine, "ann", 60, probe=True), ask(engine, "bob", 60, probe=True)
     host.held.set()

@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 import transformers
+from running_app import eventually
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine import embedded, gguf_folder
+from engine import hub as hub_module
 from engine.config import EngineConfig
 from engine.errors import LoadingError
 from engine.loading import load_model, resolve
 from engine.model_folder import ModelFiles
+from engine.progress import no_progress
 from engine.support import context_length
 from engine.tokenizer import eos_token_ids, load_tokenizer
 
@@ -414,6 +418,12 @@ def test_a_failed_conversion_leaves_the_cache_as_it_was(stub_making, tmp_path, m
     assert {path.name for path in tmp_path.iterdir()} == {embedded.NAME, f".{embedded.NAME}.lock"}
 
 
+def test_weights_that_cannot_be_written_are_the_systems_error(tmp_path):
+    """safetensors has an exception of its own for a full disk."""
+    with pytest.raises(OSError, match="I/O error"):
+        gguf_folder._save_weights([], {}, tmp_path / "no folder" / "model.safetensors", no_progress)
+
+
 def test_two_at_once_make_it_once(stub_making, tmp_path, monkeypatch):
     second_waits = threading.Event()
     fetch = embedded._fetch
@@ -494,6 +504,7 @@ class StandInHub(ThreadingHTTPServer):
         self.folder, self.status, self.error_code = folder, status, error_code
         self.released = threading.Event()
         self.asked = []
+        self.holds, self.held = "", threading.Event()  # a file of which half is sent, and no more until released
         super().__init__(("127.0.0.1", 0), HubHandler)
 
 
@@ -516,7 +527,7 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             content = (hub.folder / parts[-1]).read_bytes()
             etag = hashlib.sha1(content).hexdigest()
-            self.answer(content, **{"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+            self.answer(content, held=parts[-1] == hub.holds, **{"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
 
     do_HEAD = do_GET
 
@@ -525,12 +536,18 @@ class HubHandler(BaseHTTPRequestHandler):
         oid = hashlib.sha1(content).hexdigest()
         return {"type": "file", "path": file.name, "size": len(content), "oid": oid}
 
-    def answer(self, content, status=200, **headers):
+    def answer(self, content, status=200, held=False, **headers):
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command == "GET" and held:
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            self.server.held.set()
+            self.server.released.wait(timeout=60)
+            self.close_connection = True
+        elif self.command == "GET":
             self.wfile.write(content)
 
     def log_message(self, *args):
@@ -552,6 +569,15 @@ def stand_in_hub(folder, **answer):
 
 def resolve_elsewhere(endpoint, home, cache=None, **settings):
     """`resolve` in a process of its own (the hub client reads its environment once): files, progress, seconds."""
+    with resolving_elsewhere(endpoint, home, cache, **settings) as process:
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])
+
+
+@contextmanager
+def resolving_elsewhere(endpoint, home, cache=None, **settings):
+    """That process, which is killed if it has not ended."""
     script = """
 import json, sys
 from time import monotonic
@@ -569,12 +595,13 @@ print(json.dumps({**result, "progress": progress, "seconds": monotonic() - start
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KVSCOPE_"))}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     settings = {"device": "cpu", "hub_timeout_s": 1.0, "cache": str(cache or home / "cache"), **settings}
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(settings)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command, pipe = [sys.executable, "-c", script, json.dumps(settings)], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def address(hub):
@@ -593,6 +620,56 @@ def test_a_hub_model_is_fetched_and_later_found_without_the_hub(tiny_folder, tmp
     assert again["folder"] == fetched["folder"]
     assert load_model(files_of(again["folder"]), CPU).config.hidden_size == TINY.hidden_size
     assert load_tokenizer(Path(again["folder"])).pad_token == "<end>"
+
+
+def test_a_download_that_was_killed_is_never_taken_for_whole_and_goes_on(tiny_folder, tmp_path):
+    """Killed in the middle of the second of two files with weights, with everything else there."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    (tiny_folder / "model.safetensors").unlink()
+    model.save_pretrained(tiny_folder, max_shard_size="5KB")
+    *_, last = sorted(file.name for file in tiny_folder.glob("*.safetensors"))
+    home, asked = tmp_path / "home", {"model": "someone/tiny", "hub_timeout_s": 10}
+    with stand_in_hub(tiny_folder) as hub:
+        hub.holds = last
+        with resolving_elsewhere(address(hub), home, **asked):
+            assert hub.held.wait(timeout=60)
+            eventually(lambda: len(list(home.rglob("snapshots/*/*"))) == len(list(tiny_folder.iterdir())) - 1)
+        where = address(hub)
+    assert "out of reach" in resolve_elsewhere(where, home, **asked)["error"]
+    with stand_in_hub(tiny_folder) as hub:
+        fetched = resolve_elsewhere(address(hub), home, **asked)
+        weights = [path.rpartition("/")[2] for path in hub.asked if path.endswith(".safetensors")]
+    assert set(weights) == {last}, "what was there is not fetched again"
+    loaded = load_model(files_of(fetched["folder"]), CPU).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model-00002-of-00002.safetensors", None])
+def test_what_an_older_hub_client_takes_for_downloaded_is_looked_at_again(tmp_path, monkeypatch, missing):
+    index = json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    )
+    names = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    if missing:
+        (tmp_path / missing).unlink()
+    found = hub_module._downloaded_earlier("someone/tiny", None, hub_module.WANTED)
+    assert found == (None if missing else tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_download_that_cannot_be_written_says_where_it_could(monkeypatch, number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors", size=9)])
+    with pytest.raises(LoadingError) as error:
+        hub_module._download("someone/tiny", None, hub_module.WANTED, info, no_progress)
+    assert os.strerror(number) in message_of(error) and "set HF_HOME" in message_of(error)
 
 
 def test_a_revision_is_looked_up_fetched_and_later_found_without_the_hub(tiny_folder, tmp_path):

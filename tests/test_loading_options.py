@@ -202,7 +202,7 @@ def test_the_engines_argument_is_the_setting(tiny_folder):
     config = EngineConfig(model=str(tiny_folder), device="cpu")
     with pytest.raises(LoadingError, match="KVSCOPE_QUANTIZE=8bit needs a GPU"):
         Engine.from_pretrained(quantization="8bit", config=config, host="thread")
-    with pytest.raises(ValueError, match="quantization must be None, '8bit' or '4bit', not '2bit'"):
+    with pytest.raises(ValueError, match="quantization must be None, 'int8', '8bit' or '4bit', not '2bit'"):
         Engine.from_pretrained(quantization="2bit", config=config, host="thread")
 
 

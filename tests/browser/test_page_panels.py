@@ -37,11 +37,12 @@ def test_a_race_from_start_to_verdict(page: Page, app):
 def test_a_race_of_all_lanes_from_the_address_to_the_files(open_page, app):
     app.wait_idle()
     settings = "race_tokens=10&race_lanes=naive_all,naive,by_hand,generate,cached,shared&race_choice=sampled"
-    page = open_page(app, f"?{settings}&race_start=cold&race_first=fastest+first&race_prompt=no+such+thing")
+    page = open_page(app, f"?{settings}&race_start=cold&race_first=shared&race_prompt=no+such+thing")
     race = page.locator("#race")
     race.get_by_text("Lanes and conditions").click()
-    for name in ("naive, all logits", "shared batch", "sampled", "cold", "fastest first", "10", "A lighthouse"):
+    for name in ("naive, all logits", "shared batch", "sampled", "cold", "10", "A lighthouse"):
         expect(race.get_by_label(name, exact=True)).to_be_checked()
+    expect(race.get_by_label("Who steps first")).to_have_value("shared batch first")
     race.locator("#race-start").click()
     result = race.locator('[data-part="result"]')
     expect(result.locator("tbody tr")).to_have_count(6)
