@@ -13,7 +13,7 @@ import gradio as gr
 
 from demo.lease import handover_notice, waiting_for_gpu
 from demo.quota import identity
-from demo.refusals import REFUSALS, readable, refusals, require, sendable, sentence
+from demo.refusals import REFUSALS, readable, refusals, require, sentence
 from demo.speed import Measurements, speed_value
 from demo.streams import Streams
 from demo.tokens import MOST_ANSWERS, RUNNERS_UP, Answer, Answers
@@ -65,16 +65,17 @@ class Chat:
     async def send(
         self, prompt: str, conversation: Any, visit: Visit, request: gr.Request, *settings: Any
     ) -> AsyncIterator[Update]:
-        """Answer `prompt`; a refused one goes back into its field."""
+        """Answer `prompt`; a refused one stays in its field, or goes back there."""
         with refusals():
             messages = messages_of(conversation)
+        back: Any = gr.skip()  # to write a long text again takes a browser as long as the first time
         try:
             text = readable(prompt, "prompt").strip()
             require(bool(text), "The prompt is empty: write at least one character.")
             async for update in self._answer([*messages, {"role": "user", "text": text}], visit, request, settings):
+                back = prompt
                 yield update
         except REFUSALS as refusal:
-            back = sendable(prompt) if isinstance(prompt, str) else gr.skip()
             yield show(messages, notice=sentence(refusal)), back, gr.skip()
 
     async def retry(
@@ -106,7 +107,6 @@ class Chat:
     async def _answer(
         self, messages: list[Message], visit: Visit, request: gr.Request, settings: tuple[Any, ...]
     ) -> AsyncIterator[Update]:
-        yield show(messages, pending={"label": "sending"}), "", gr.skip()
         system, *sampling = settings
         params = sampling_params(**dict(zip(SETTINGS, sampling, strict=True)))
         params = replace(params, stop=params.stop + self._engine.turn_end)
@@ -145,6 +145,7 @@ class Chat:
         client = {"client": generation.client, "limit": self._engine.context, "notice": notice}
         speed_due = 0.0
         with self._streams.follow(generation, session) as stream:
+            yield show(messages, pending={"label": "sending"}, **client), "", gr.skip()
             while await stream.next():
                 speed: Any = gr.skip()
                 if generation.events and monotonic() >= speed_due:

@@ -55,8 +55,3 @@ def readable(text: str, field: str) -> str:
         why_not = f"{field} must be valid Unicode text; character {error.start} is half of a surrogate pair"
         raise ValueError(why_not) from None
     return text
-
-
-def sendable(text: str) -> str:
-    """A refused text as it can go back to its field: what cannot be encoded becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()

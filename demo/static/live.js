@@ -46,7 +46,8 @@ async function poll() {
     if (!response.ok) throw new Error(response.statusText);
     latest = await response.json();
     server ??= latest.server;
-    if (broken || latest.server !== server) return renew();
+    const away = root.dataset.connection !== "open"; // else there are several servers, and this page belongs to all
+    if (broken || (away && latest.server !== server)) return renew();
     root.dataset.connection = "open";
     root.dataset.worker = latest.worker;
     for (const listener of listeners) listener(latest);

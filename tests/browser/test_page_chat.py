@@ -1,5 +1,6 @@
 """A visitor's conversation in a real browser: typing, streaming, stopping, and what may go wrong."""
 
+import json
 import re
 
 import pytest
@@ -144,14 +145,56 @@ HOSTILE = (
     "<img src=x onerror='window.pwned=1'><script>window.pwned=2</script> ${window.pwned=3} {{window.pwned=4}} "
     "![picture](http://example.invalid/a.png) [link](javascript:window.pwned=5) \u202egnp.exe"
 )
+MARKS = "a" + "\u0301" * 400
+LONG = "x" * 500
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-def test_a_hostile_prompt_is_only_text(page: Page):
-    ask(page, HOSTILE, new_tokens=20)
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_hostile_prompt_is_only_text(open_page, app, width):
+    page = open_page(app, width=width)
+    text = f"{HOSTILE} {MARKS} {LONG}"
+    ask(page, text, new_tokens=20)
     wait_until_answered(page)
-    expect(page.locator("#conversation article.user .text")).to_have_text(HOSTILE)
+    expect(page.locator("#conversation article.user .text")).to_have_text(text)
     assert page.locator("#conversation").locator("img, script, iframe, svg, a").count() == 0
     assert page.evaluate("window.pwned") is None
+    assert page.evaluate(OVERFLOW) <= 0
+    # What is piled up on a letter stays in its message.
+    expect(page.locator("#conversation article.user .text")).to_have_css("overflow-y", "auto")
+    expect(page.locator(ANSWER)).to_have_css("overflow-y", "clip")
+
+
+def test_a_mountain_of_marks_is_refused_and_can_be_taken_back(page: Page):
+    prompt_field(page).fill("a" + "\u0301" * 40_000)
+    prompt_field(page).press("Enter")
+    said = page.locator('#conversation [data-part="notice"]')
+    expect(said).to_have_text(
+        re.compile("^(prompt|the prompt|.* characters do not fit)|must together be at most", re.I)
+    )
+    assert page.evaluate(OVERFLOW) <= 0
+    prompt_field(page).fill("")
+    ask(page, "Better", new_tokens=3)
+
+
+def test_what_a_model_is_made_to_say_is_only_text(open_page, ending):
+    """A schema admits this one answer: the model has to say it, token by token."""
+    text = f"{HOSTILE} {MARKS}"
+    page = open_page(ending, width=400)
+    set_new_tokens(page, 1024)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Answer as JSON (schema)").fill(json.dumps({"enum": [text]}))
+    page.get_by_role("button", name="Settings").click()
+    ask(page, "Say it")
+    note = wait_until_answered(page)
+    assert json.loads(page.locator(f"{ANSWER} pre.json").text_content()) == text, note
+    page.get_by_role("button", name="Tokens").click()
+    expect(page.locator("#conversation .token").nth(20)).to_be_visible()
+    assert page.locator("#conversation").locator("img, script, iframe, svg, a").count() == 0
+    assert page.evaluate("window.pwned") is None
+    assert page.evaluate(OVERFLOW) <= 0
+    # Its words are in no figure: these know lengths and times.
+    assert "pwned" not in "".join(page.locator("#side").all_inner_texts())
 
 
 def test_a_hostile_answer_is_only_text(page: Page):
@@ -187,25 +230,57 @@ def test_two_browsers_share_one_batch(open_page, app):
         assert "shared its batch with 1 other" in wait_until_answered(page)
 
 
-REFUSED = r"Failed to load resource|ERR_|Failed to fetch|Connection|EventSource|network error"
+REFUSED = r"Failed to load resource|ERR_|Failed to fetch|Connection|EventSource|network error|^Event$"
 
 
-def test_a_page_survives_a_restart_of_the_server(open_page, slow_model):
+def test_a_page_outlives_its_server_and_keeps_what_was_written(open_page, slow_model):
     port = free_port()
     with running_app(slow_model, port=port) as app:
         page = open_page(app, provokes=REFUSED)
         ask(page, "Remember this.", new_tokens=20)
         wait_until_answered(page)
+        ask(page, "Tell me everything.", new_tokens=1024)
+        wait_for_growth(page, ANSWER)
+        prompt_field(page).fill("Are you there?")
+        app.process.kill()
+        app.process.wait()
     banner = page.locator('#header [data-part="banner"]')
     expect(banner).to_be_visible()
-    expect(banner).to_contain_text("The connection is lost.")
-    expect(page.locator("#conversation article")).to_have_count(2)
+    expect(banner).to_have_text("The connection is lost. The page tries again by itself; what you wrote stays here.")
+    wait_until_answered(page)  # it does not look as if more were to come
+    expect(page.locator('#conversation [data-part="notice"]')).to_have_text(re.compile("^The connection broke while"))
+    prompt_field(page).press("Enter")
+    expect(page.locator(".toast-body")).to_have_count(0)  # Gradio's own sentence
+    expect(page.locator("#conversation article")).to_have_count(4)
+    half = page.locator(ANSWER).last.text_content()
     with running_app(slow_model, port=port):
         expect(banner).to_be_hidden()
-        ask(page, "Are you there?")
-        wait_until_answered(page)
-        expect(page.locator(NOTE)).to_have_count(2)
+        expect(prompt_field(page)).to_have_value("Are you there?")
+        assert half and page.locator(ANSWER).last.text_content() == half
+        expect(page.locator("#settings").get_by_label("number input for Most new tokens")).to_have_value("1024")
+        set_new_tokens(page, 20)
+        prompt_field(page).press("Enter")
+        expect(page.locator(NOTE)).to_have_count(3)
+        assert wait_until_answered(page).startswith("20 tokens")
+        assert page.evaluate("history.state?.kvscope") is None
         page.context.close()
+
+
+def test_an_answer_that_broke_off_is_not_waited_for(open_page, app):
+    """As where a laptop sleeps: the stream is gone, the server is not."""
+    page = open_page(app, provokes=REFUSED)
+    page.route(re.compile("queue/data"), lambda route: route.abort())
+    prompt_field(page).fill("Tell me everything.")
+    with page.expect_event("requestfailed", lambda request: "queue/data" in request.url):
+        prompt_field(page).press("Enter")
+    page.unroute(re.compile("queue/data"))
+    # Gradio does nothing any more: the page loads itself anew, with the question.
+    page.wait_for_function("performance.getEntriesByType('navigation')[0].type === 'reload'")
+    expect(prompt_field(page)).to_have_value("Tell me everything.")
+    set_new_tokens(page, 8)
+    prompt_field(page).press("Enter")
+    assert wait_until_answered(page).startswith("8 tokens")
+    page.context.close()
 
 
 def test_the_real_model_speaks_and_says_what_it_reads(open_page, embedded_folder):
