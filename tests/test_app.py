@@ -621,6 +621,29 @@ def test_visitors_and_addresses_have_limits_of_their_own(strict):
         running.cancel()
     strict.wait_idle()
 
+    worker = strict.worker()
+    worker.suspend()  # so that those who came stay
+    try:
+        assert bring_visitors(strict, "a page") == "3 came."
+        assert bring_visitors(strict, "another") == "3 brought visitors are here already"
+    finally:
+        worker.resume()
+    strict.wait_idle()
+
+
+def bring_visitors(app: RunningApp, session: str) -> str:
+    """What the page of that session is told at last."""
+    config = app.get("config").json()
+    button = next(part["id"] for part in config["components"] if part["props"].get("elem_id") == "visitors")
+    event = next(event["id"] for event in config["dependencies"] if [button, "click"] in event["targets"])
+    call = {"data": [], "fn_index": event, "session_hash": session}
+    httpx.post(f"{app.url}gradio_api/queue/join", json=call, **PLAIN).raise_for_status()
+    lines = app.get("gradio_api/queue/data", params={"session_hash": session}).text.splitlines()
+    said = [
+        message for line in lines for message in re.findall(r"(\d+ came\.|\d+ brought visitors are here already)", line)
+    ]
+    return said[-1]
+
 
 # ---- a short line, and those who leave
 
@@ -644,6 +667,7 @@ def test_who_leaves_is_cancelled_and_a_full_line_says_when_to_come_back(narrow):
     next(text for text in reader if text)
     next(in_line)
     eventually(lambda: narrow.queue()["waiting"] == 1)
+    eventually(lambda: narrow.get("kvscope/live").json()["full"])
 
     requests = narrow.stats()["totals"]["requests"]
     with pytest.raises(ApiError, match=r"The line is full: .* Come back in about \d+ s\."):
