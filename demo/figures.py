@@ -18,6 +18,7 @@ from demo.timeline import stranger
 FEWEST_MB = 8
 EDGE_S = 0.01
 SAME_PLACE = 0.35
+NEAR_AXIS = 0.15  # of the highest point
 MS_AT = "%{y:.0f} ms at %{x} tokens"
 
 
@@ -25,11 +26,16 @@ def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Poin
     """Milliseconds a token against tokens in context: measured points, and the step that was shared."""
     naive, cached, shared = sorted(naive), sorted(cached), sorted(shared)
     x_top = _whole_axis(x for x, _ in [*naive, *cached, *shared])
+    # A shared step that had to read somebody's prompt may leave the picture; the usual one stays in it.
+    usual = [(0, median(y for _, y in shared))] if shared else []
+    slowest = max((y for _, y in [*naive, *cached, *usual]), default=100)
     labels = []
     if naive:
         labels.append(line_label("without the cache", naive, x_top, "var(--naive)", "bottom"))
     if cached:
-        labels.append(line_label("with the cache", cached, x_top, "var(--cached)", "top"))
+        # Under its line, away from the other one, unless the axis is there.
+        side = "bottom" if cached[-1][1] < NEAR_AXIS * slowest else "top"
+        labels.append(line_label("with the cache", cached, x_top, "var(--cached)", side))
     # Two names on one place cannot be read; of the shared step the line under the pointer tells as well.
     if shared and others and not (naive and abs(shared[-1][1] - naive[-1][1]) < SAME_PLACE * naive[-1][1]):
         name = f"step shared with {others} other{'s' if others > 1 else ''}"
@@ -39,9 +45,6 @@ def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Poin
         line(cached, MS_AT, color="var(--cached)", marker=5),
         line(naive, MS_AT, color="var(--naive)", dash="4px,4px", marker=8),
     ]
-    # A shared step that had to read somebody's prompt may leave the picture; the usual one stays in it.
-    usual = [(0, median(y for _, y in shared))] if shared else []
-    slowest = max((y for _, y in [*naive, *cached, *usual]), default=100)
     return _milliseconds(traces, x_top, slowest, labels)
 
 

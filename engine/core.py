@@ -135,6 +135,7 @@ class EngineCore:
         token_ids, positions = [s.last_token_id for s in turn.running], [s.cached_tokens for s in turn.running]
         decoded, read = self.runner.step(self.cache, token_ids, positions, [chunk for _, chunk in turn.chunks])
         rows: list[torch.Tensor] = []
+        unfinished: list[tuple[int, torch.Tensor]] = []
         for (sequence, chunk), logits in zip(turn.chunks, read, strict=True):
             end = chunk.start + len(chunk.token_ids)
             last = logits[-1:] if chunk.every else logits[None]
@@ -143,9 +144,9 @@ class EngineCore:
             if end == sequence.length:
                 turn.chosen.append(sequence)
                 rows.append(last)
-            elif not last.logsumexp(dim=-1).isfinite():
-                # What is cached of it may be as spoilt, and must not outlast it.
-                turn.outcomes.append(Failure(sequence.request_id, NOT_FINITE))
+            else:
+                unfinished.append((sequence.request_id, last))
+        turn.outcomes += _spoilt(unfinished)
         turn.chosen += turn.running
         if decoded is not None:
             rows.append(decoded)
@@ -313,6 +314,14 @@ class EngineCore:
     def _largest_shape(self) -> tuple[int, int]:
         positions = min(self.config.max_context, self.config.cache_tokens)
         return min(2 * self.config.max_batch_size, self.config.cache_tokens // positions), positions
+
+
+def _spoilt(chunks: list[tuple[int, torch.Tensor]]) -> list[Token | Failure]:
+    """Failures of those whose last logits `[1, vocabulary]` are not finite: what is cached of them may be as spoilt."""
+    if not chunks:
+        return []
+    finite = torch.cat([logits for _, logits in chunks]).logsumexp(dim=-1).isfinite().tolist()
+    return [Failure(number, NOT_FINITE) for (number, _), good in zip(chunks, finite, strict=True) if not good]
 
 
 def _unread(sequence: Sequence) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 LARGEST = 127
 ZERO = 128  # oneDNN's quick kernels want unsigned activations; signed ones run in a loop two hundred times slower
+HALF_UP = torch.tensor(ZERO + 0.5)
 
 
 class Int8Linear(nn.Module):
@@ -34,7 +35,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)
         largest = rows.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-        y = self._product(_round(rows, largest), largest) if not self.fine else self._fine_product(rows, largest)
+        y = self._fine_product(rows, largest) if self.fine else self._product(_round(rows, largest), largest)
         if self.bias is not None:
             y += self.bias
         return y.unflatten(0, x.shape[:-1])
@@ -56,7 +57,4 @@ class Int8Linear(nn.Module):
 
 def _round(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """To 1..255, of which 128 stands for zero: the conversion cuts off, so the half that rounds is added before."""
-    return torch.addcdiv(_HALF_UP, rows, largest, value=LARGEST).to(torch.uint8)
-
-
-_HALF_UP = torch.tensor(ZERO + 0.5)
+    return torch.addcdiv(HALF_UP, rows, largest, value=LARGEST).to(torch.uint8)

@@ -100,7 +100,7 @@ def _attend(
         # The queries that share a head of keys stand side by side, as if they were a text: nothing is copied.
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
         mask = mask[:, :, :1] if mask is not None else None
-        if q.device.type != "cpu":
+        if q.device.type != "cpu" or q.dtype != torch.float32:
             return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(rows, -1)
         # A CPU's flash kernel is made for blocks of queries; for so few, two plain products read the cache sooner.
         scores = torch.matmul(q * scale, keys.transpose(2, 3))

@@ -30,19 +30,20 @@ class PackedLinear(nn.Module):
 
 
 class Joint:
-    """Several layers as one product; the first that is asked computes for all, in the order of their columns."""
+    """Several layers as one product: the first that is asked computes for all, and each takes its columns once."""
 
     def __init__(self, product: nn.Module, out_features: list[int]):
         self._product, self._out_features = product, out_features
         self._input: torch.Tensor | None = None
-        self._outputs: list[torch.Tensor] = []
+        self._outputs: dict[int, torch.Tensor] = {}
 
     def __call__(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        if x is not self._input:
-            self._input, self._outputs = x, list(self._product(x).split(self._out_features, dim=-1))
-        output = self._outputs[index]
-        if index == len(self._outputs) - 1:
-            self._input, self._outputs = None, []  # a long prompt's states must not be held until the next step
+        if x is not self._input or index not in self._outputs:
+            self._input = x
+            self._outputs = dict(enumerate(self._product(x).split(self._out_features, dim=-1)))
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None  # a long prompt's states must not be held until the next step
         return output
 
 

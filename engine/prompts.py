@@ -152,5 +152,6 @@ def check_length(prompt_tokens: int, new_tokens: int, name: str, limit: int) -> 
     """`ValueError` unless prompt and answer together stay within `limit`."""
     if prompt_tokens + new_tokens > limit:
         raise ValueError(
-            f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens"
+            f"prompt ({prompt_tokens} tokens) and {name} ({new_tokens}) must together be at most {limit} tokens: "
+            "shorten one of them"
         )

@@ -49,6 +49,7 @@ def streaming(page: Page, app: RunningApp) -> None:
     expect(page.locator("#visitors-said")).to_contain_text("came")
     eventually(lambda: app.queue()["running"] > 3 or not answering(page), FILLED_S)
     page.wait_for_function(f"document.querySelector('{FIGURES['batch']}').data.at(-1).y.length > 3")
+    show_tab(page, "Cache")
     page.wait_for_function(f"document.querySelectorAll('{FIGURES['cache']} .scatterlayer .trace').length > 3")
     show_tab(page, "Speed")
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.loading import load_model, make_runner
 from engine.model_folder import ModelFiles
-from engine.packing import PackedLinear, Share, pack_linears
+from engine.packing import Joint, PackedLinear, Share, pack_linears
 from engine.params import SamplingParams
 from engine.sequence import Sequence
 
@@ -110,3 +110,16 @@ def test_packing_replaces_plain_linear_layers_only(family):
     assert torch.nn.Linear not in after.values()
     if family.startswith(NOTHING_PACKED_BUT_THE_HEAD):
         assert changed == {"lm_head"}
+
+
+def test_layers_that_share_a_product_answer_in_any_order_and_then_hold_nothing():
+    x, layers = torch.randn(5, 8), [torch.nn.Linear(8, width) for width in (4, 6)]
+    weight, bias = (torch.cat([getattr(layer, name).detach() for layer in layers]) for name in ("weight", "bias"))
+    joint = Joint(PackedLinear(weight, bias), [4, 6])
+    for order in ((0, 1), (1, 0)):
+        for index in order:
+            torch.testing.assert_close(joint(x, index), layers[index](x))
+        assert joint._input is None and not joint._outputs
+    # Asked again before the other was: of what is there now, not of what was.
+    joint(x, 0)
+    torch.testing.assert_close(joint(2 * x, 0), layers[0](2 * x))

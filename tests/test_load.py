@@ -34,7 +34,9 @@ CLIENTS, SECONDS = 300, 8
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
     model = save_talkative_model(tmp_path_factory.mktemp("talkative"))
-    with running_app(model, KVSCOPE_MAX_WAITING=16, KVSCOPE_MAX_CONTEXT=4096, KVSCOPE_PROBE_SHARE=0) as app:
+    with running_app(
+        model, KVSCOPE_MAX_BATCH_SIZE=6, KVSCOPE_MAX_WAITING=4, KVSCOPE_MAX_CONTEXT=4096, KVSCOPE_PROBE_SHARE=0
+    ) as app:
         yield app
 
 

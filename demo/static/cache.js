@@ -30,7 +30,7 @@ export function mount({ element }) {
 
 /** The same bytes cut otherwise: by layer, by kind; what nobody's tokens fill. */
 function split({ model, padding_bytes: padding }, used) {
-  if (!used) return "Nobody's tokens are in use at the moment; what is kept waits for the next turn.";
+  if (!used) return "Nobody's tokens are in use at the moment.";
   const said = [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`];
   if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
   return `${said.join("; ")}.`;

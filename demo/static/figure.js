@@ -96,8 +96,10 @@ export class Figure {
     this.described = performance.now();
     this.node.setAttribute("role", "img");
     const card = this.node.closest("#speed-now, #cache-growth, #batch-timeline, #race");
-    const said = [...(card?.querySelectorAll("h2, header [data-part=caption], .explanation, .formula") ?? [])];
-    this.node.setAttribute("aria-label", said.map(({ textContent }) => textContent.trim()).filter(Boolean).join(". "));
+    const texts = [...(card?.querySelectorAll("h2, header [data-part=caption], .explanation, .formula") ?? [])];
+    const own = texts.filter((node) => node.closest("details") === this.node.closest("details"));
+    const said = own.map((node) => node.textContent.trim().replace(/\.$/, "")).filter(Boolean);
+    this.node.setAttribute("aria-label", said.join(". "));
   }
 
   // Not `uirevision`: it drops a zoom as soon as the data outgrow the axis.

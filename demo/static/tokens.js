@@ -91,7 +91,7 @@ export class TokenView {
     });
     node.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && card.close());
     node.addEventListener("click", (event) => tokenOf(event)?.focus());
-    node.addEventListener("focusin", (event) => this.open(tokenOf(event)));
+    node.addEventListener("focusin", (event) => this.reach(tokenOf(event)));
     node.addEventListener("focusout", () => card.close());
     node.addEventListener("keydown", (event) => this.steer(event));
   }
@@ -108,11 +108,14 @@ export class TokenView {
     next.focus();
   }
 
-  open(node) {
-    if (!node) return;
-    // One token at a time can be reached by Tab: the one that was looked at last.
+  /** One token at a time can be reached by Tab: the one that had the focus last. (Where the pointer rests is chance.) */
+  reach(node) {
     this.node.querySelector('[tabindex="0"]').tabIndex = -1;
     node.tabIndex = 0;
+    this.open(node);
+  }
+
+  open(node) {
     card.open(node, this.tokens[[...this.node.children].indexOf(node)]);
   }
 }

@@ -1,6 +1,6 @@
 """What 8-bit products cost in perplexity, on any texts.
 
-python tests/bench/perplexity.py [FILE ...]        # else the page's story, the README and the licence
+python tests/bench/perplexity.py [FILE ...]        # else the page's story and the licence
 """
 
 import argparse
@@ -19,7 +19,7 @@ from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.tokenizer import load_tokenizer
 
-TEXTS = [ROOT / "demo/static/two_clocks.txt", ROOT / "README.md", ROOT / "LICENSE"]
+TEXTS = [ROOT / "demo/static/two_clocks.txt", ROOT / "LICENSE"]
 MOST_TOKENS = 1500
 
 

@@ -136,7 +136,7 @@ def test_another_models_cache_is_reckoned_in_the_page(page: Page, app):
     card = page.locator("#cache-growth")
     card.get_by_text("What would another model hold?").click()
     card.get_by_label("Model").select_option("Mistral 7B v0.1")
-    card.get_by_label("Sequences").fill("1")
+    card.get_by_role("spinbutton", name="Sequences").fill("1")
     formula = "2 × 8 heads × 128 × 2 bytes × (0 layers × 8,192 + 32 layers × 4,096 tokens) × 1 sequence = 536.9 MB"
     expect(card.locator('[data-part="whatif-formula"]')).to_have_text(formula)
     expect(card.locator('[data-part="whatif-said"]')).to_contain_text("32 of 32 layers look back 4,096 tokens only")

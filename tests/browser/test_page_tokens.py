@@ -114,6 +114,7 @@ def test_tokens_are_tinted_by_how_unlikely_they_were(page: Page):
 
 def test_the_keyboard_goes_from_token_to_token(page: Page):
     tokens = show_tokens(page)
+    page.mouse.move(0, 0)
     focused = page.locator(f"{TOKEN}:focus")
     toggle(page).focus()
     # The one place of Tab in them stands right before the buttons.
