@@ -59,7 +59,7 @@ export function mount({ element, props, watch, trigger }) {
     render();
   });
   setInterval(() => Date.now() - heard > SILENCE_MS && breakOff(), 1000);
-  new MutationObserver(() => root.dataset.connection === "lost" && breakOff()).observe(root, {
+  new MutationObserver(() => ["lost", "gone"].includes(root.dataset.connection) && breakOff()).observe(root, {
     attributeFilter: ["data-connection"],
   });
   const before = keep("conversation", () => props.value);

@@ -10,7 +10,10 @@ const SENTENCES = {
   stopped: "The engine has stopped. The page shows what was last known.",
 };
 const FULL = "The line is full. A new question is told when to come back; those in line keep their places.";
-const LOST = "The connection is lost. The page tries again by itself; what you wrote stays here.";
+const CONNECTION = {
+  lost: "The connection is lost. The page tries again by itself; what you wrote stays here.",
+  gone: "The server was started anew and does not know this page: load it again to ask more.",
+};
 const DTYPES = { float32: "fp32", float16: "fp16", bfloat16: "bf16" };
 
 export function modelName({ name, device, dtype }) {
@@ -27,16 +30,16 @@ export function mount({ element }) {
     say(part.speed, count(live.tokens_per_second));
     say(part.lease, live.lease ? leaseSentence(live.lease) : "");
     part.lease.hidden = !live.lease;
-    say(part.said, sentence(live));
+    say(part.said, CONNECTION[document.documentElement.dataset.connection] ?? sentence(live));
     part.banner.toggleAttribute("data-open", Boolean(part.said.textContent));
     const { done, total } = live.loading ?? {};
     part.bar.parentElement.toggleAttribute("data-open", Boolean(total));
     part.bar.style.width = total ? `${(100 * done) / total}%` : "0";
   });
   new MutationObserver(() => {
-    const lost = document.documentElement.dataset.connection === "lost";
-    if (lost) say(part.said, LOST);
-    if (lost) part.banner.toggleAttribute("data-open", true);
+    const said = CONNECTION[document.documentElement.dataset.connection];
+    if (said) say(part.said, said);
+    if (said) part.banner.toggleAttribute("data-open", true);
   }).observe(document.documentElement, { attributeFilter: ["data-connection"] });
 }
 

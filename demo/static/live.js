@@ -47,8 +47,9 @@ async function poll() {
     latest = await response.json();
     server ??= latest.server;
     const away = root.dataset.connection !== "open"; // else there are several servers, and this page belongs to all
-    if (broken || (away && latest.server !== server)) return renew();
-    root.dataset.connection = "open";
+    const strange = broken || (away && latest.server !== server);
+    if (strange && !component) return renew();
+    root.dataset.connection = strange ? "gone" : "open"; // another site's page is not ours to load anew
     root.dataset.worker = latest.worker;
     for (const listener of listeners) listener(latest);
     pause = latest.active || !["ready", "none"].includes(latest.worker) || looks-- > 0 ? ACTIVE_MS : IDLE_MS;

@@ -4,6 +4,8 @@ from playwright.sync_api import Locator, Page, expect
 
 ANSWER = "#conversation article.assistant .text"
 NOTE = "#conversation article.assistant footer > span:first-child"
+# What the browser's console says where a server is away.
+AWAY = r"Failed to load resource|ERR_|Failed to fetch|Connection|EventSource|network error|^Event$"
 FIGURES = {
     "speed": '#speed-now [data-part="figure"]',
     "cache": '#cache-growth [data-part="figure"]',

@@ -6,6 +6,7 @@ import re
 import pytest
 from pages import (
     ANSWER,
+    AWAY,
     FIGURES,
     NOTE,
     ask,
@@ -19,7 +20,6 @@ from running_app import eventually, free_port, running_app
 
 
 def test_text_grows_and_the_panel_moves(page: Page, app):
-    expect(page.locator("#cache-growth .empty")).to_be_visible()
     ask(page, "Why is the sky dark at night?")
     wait_for_growth(page, ANSWER)
     expect(page.locator('#speed-now [data-part="ratio"]')).to_have_text(re.compile(r"^\d+(\.\d)?×$"))
@@ -166,11 +166,11 @@ def test_a_hostile_prompt_is_only_text(open_page, app, width):
 
 
 def test_a_mountain_of_marks_is_refused_and_can_be_taken_back(page: Page):
-    prompt_field(page).fill("a" + "\u0301" * 40_000)
+    prompt_field(page).fill("a" + "\u0301" * 100_000)
     prompt_field(page).press("Enter")
     said = page.locator('#conversation [data-part="notice"]')
     expect(said).to_have_text(
-        re.compile("^(prompt|the prompt|.* characters do not fit)|must together be at most", re.I)
+        re.compile("prompt is too long: 100,[0-9]{3} characters do not fit a context of [0-9,]+ tokens", re.I)
     )
     assert page.evaluate(OVERFLOW) <= 0
     prompt_field(page).fill("")
@@ -188,7 +188,7 @@ def test_what_a_model_is_made_to_say_is_only_text(open_page, ending):
     ask(page, "Say it")
     note = wait_until_answered(page)
     assert json.loads(page.locator(f"{ANSWER} pre.json").text_content()) == text, note
-    page.get_by_role("button", name="Tokens").click()
+    page.get_by_role("button", name="Tokens", exact=True).click()
     expect(page.locator("#conversation .token").nth(20)).to_be_visible()
     assert page.locator("#conversation").locator("img, script, iframe, svg, a").count() == 0
     assert page.evaluate("window.pwned") is None
@@ -230,13 +230,11 @@ def test_two_browsers_share_one_batch(open_page, app):
         assert "shared its batch with 1 other" in wait_until_answered(page)
 
 
-REFUSED = r"Failed to load resource|ERR_|Failed to fetch|Connection|EventSource|network error|^Event$"
-
-
 def test_a_page_outlives_its_server_and_keeps_what_was_written(open_page, slow_model):
     port = free_port()
     with running_app(slow_model, port=port) as app:
-        page = open_page(app, provokes=REFUSED)
+        page = open_page(app, provokes=AWAY)
+        expect(page.locator("#cache-growth .empty")).to_be_visible()
         ask(page, "Remember this.", new_tokens=20)
         wait_until_answered(page)
         ask(page, "Tell me everything.", new_tokens=1024)
@@ -268,7 +266,7 @@ def test_a_page_outlives_its_server_and_keeps_what_was_written(open_page, slow_m
 
 def test_an_answer_that_broke_off_is_not_waited_for(open_page, app):
     """As where a laptop sleeps: the stream is gone, the server is not."""
-    page = open_page(app, provokes=REFUSED)
+    page = open_page(app, provokes=AWAY)
     page.route(re.compile("queue/data"), lambda route: route.abort())
     prompt_field(page).fill("Tell me everything.")
     with page.expect_event("requestfailed", lambda request: "queue/data" in request.url):

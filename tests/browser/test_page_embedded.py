@@ -1,10 +1,12 @@
 """The page in another site's documentation: three frames on another origin, one out of sight at first."""
 
+import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+from pages import AWAY
 from playwright.sync_api import Frame, Page, expect
 from running_app import RunningApp
 
@@ -113,6 +115,17 @@ def test_the_web_component_needs_no_other_host_either(open_page, app, documentat
     expect(page.locator('#batch-timeline [data-part="figure"] .barlayer').first).to_be_attached()
     page.locator("#stop").click()
     expect(page.get_by_role("heading", name="Why a cache?")).to_be_visible()
+
+
+def test_the_web_component_never_loads_its_host_anew(open_page, app, documentation):
+    app.wait_idle()
+    page: Page = open_page(app, at=documentation + "component", provokes=AWAY)
+    page.route(re.compile("queue/data"), lambda route: route.abort())
+    page.locator("#prompt textarea").fill("Tell me a story.")
+    page.locator("#prompt textarea").press("Enter")
+    banner = page.locator('#header [data-part="banner"]')
+    expect(banner).to_contain_text("does not know this page: load it again to ask more.")
+    assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate"
 
 
 def test_without_storage_the_page_is_the_same(open_page, app):
