@@ -94,7 +94,7 @@ class EngineCore:
         self._padding_tokens = 0
         self.measuring.step(report, begins)
         started = time.perf_counter()
-        self.runner.forward_ms = 0.0
+        self.runner.stopwatch.take_ms()  # that of probes and races
         self._deliver(self._turn(report, begins), report)
         self._account(report, 1000 * (time.perf_counter() - started))
         return report
@@ -227,7 +227,7 @@ class EngineCore:
             Row(s.params, s.seed, len(s.output_ids), s.slot, s.length, allowed.get(s.request_id)) for s in sequences
         ]
         choice = choose(logits, rows, self.cache.token_ids)
-        columns = (choice.token_ids.tolist(), choice.logprobs.tolist(), choice.top_tokens, choice.finite.tolist())
+        columns = (choice.token_ids, choice.logprobs, choice.top_tokens, choice.finite)
         outcomes: list[Token | Failure] = []
         for sequence, token_id, logprob, top_tokens, finite in zip(sequences, *columns, strict=True):
             number = sequence.request_id
@@ -279,7 +279,7 @@ class EngineCore:
 
     def _account(self, report: StepReport, step_ms: float) -> None:
         record = report.record
-        record.step_ms, record.forward_ms = step_ms, self.runner.forward_ms
+        record.step_ms, record.forward_ms = step_ms, self.runner.stopwatch.take_ms()
         record.decode_ms = step_ms - record.forward_ms
         # Of the forward alone: a step that made the pool grow says nothing about the next one.
         self._pace.record(record.forward_ms, record.batch_size, record.prefill_tokens)

@@ -105,20 +105,33 @@ class KVCache:
         where = (slot, slice(None), slice(start, end))
         return self._view(slice(slot, slot + 1), where, squeezed=0, seen=start, window=end)
 
-    def decode_view(self, token_ids: torch.Tensor, positions: torch.Tensor, window: int, first_slot: int = 0) -> Cache:
+    def decode_view(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        window: int,
+        first_slot: int = 0,
+        counts: torch.Tensor | None = None,
+    ) -> Cache:
         """A cache through which B consecutive slots append token `token_ids[b]` at `positions[b]`, both `[B]`.
 
-        Attention sees the first `window` positions; the attention mask says which are valid.
+        Attention sees the first `window` positions; the attention mask says which are valid. Slots whose `counts` `[B]`
+        is False stay as they are.
         """
         last_slot = first_slot + len(positions)
         slots = torch.arange(first_slot, last_slot, device=positions.device)
+        if counts is not None:
+            token_ids = torch.where(counts, token_ids, self.token_ids[slots, positions])
         self.token_ids[slots, positions] = token_ids
         where = (slots, slice(None), positions)
-        return self._view(slice(first_slot, last_slot), where, squeezed=2, seen=window - 1, window=window)
+        rows = slice(first_slot, last_slot)
+        return self._view(rows, where, squeezed=2, seen=window - 1, window=window, counts=counts)
 
-    def _view(self, rows: slice, where: tuple, squeezed: int, seen: int, window: int) -> Cache:
+    def _view(
+        self, rows: slice, where: tuple, squeezed: int, seen: int, window: int, counts: torch.Tensor | None = None
+    ) -> Cache:
         pools = zip(self.keys, self.values, strict=True)
-        return Cache(layers=[SlotLayer(key, value, rows, where, squeezed, seen, window) for key, value in pools])
+        return Cache(layers=[SlotLayer(k, v, rows, where, squeezed, seen, window, counts) for k, v in pools])
 
 
 class SlotLayer(CacheLayerMixin):
@@ -129,18 +142,19 @@ class SlotLayer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, keys, values, rows: slice, where: tuple, squeezed: int, seen: int, window: int):
+    def __init__(self, keys, values, rows: slice, where: tuple, squeezed: int, seen: int, window: int, counts=None):
         super().__init__()
         self.keys, self.values = keys, values
         self.rows, self.where, self.squeezed = rows, where, squeezed
-        self.seen, self.window = seen, window
+        self.seen, self.window, self.counts = seen, window, counts
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Store the new states; return everything attention may see, each `[rows, kv_heads, window, dim]`."""
         where = tuple(part.to(self.keys.device) if isinstance(part, torch.Tensor) else part for part in self.where)
-        self.keys[where] = key_states.squeeze(self.squeezed)
-        self.values[where] = value_states.squeeze(self.squeezed)
+        for pool, states in ((self.keys, key_states), (self.values, value_states)):
+            new = states.squeeze(self.squeezed)
+            pool[where] = new if self.counts is None else torch.where(self.counts[:, None, None], new, pool[where])
         return self.keys[self.rows, :, : self.window], self.values[self.rows, :, : self.window]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

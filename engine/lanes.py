@@ -55,7 +55,7 @@ class Loop:
         logits = self._forward(self._ids)
         forward_ms = clock.ms()
         row = Row(self._race.params, self._race.seed, len(self._ids) - len(self._race.prompt_ids), 0, len(self._ids))
-        token_id = int(choose(logits[None], [row], _no_history(logits)).token_ids[0])
+        token_id = choose(logits[None], [row], _no_history(logits)).token_ids[0]
         step_ms = clock.ms()
         self._ids.append(token_id)
         return Step(token_id, step_ms, forward_ms, 1, gap(logits))
@@ -88,7 +88,7 @@ class Slots:
             logits = self._runner.prefill(self._cache, 0, 0, self._prompt)[None]
         forward_ms = clock.ms()
         rows = [Row(params, seed, self._emitted, row, length) for row, (params, seed) in enumerate(self._params)]
-        chosen = choose(logits, rows[: len(logits)], self._cache.token_ids).token_ids.tolist()
+        chosen = choose(logits, rows[: len(logits)], self._cache.token_ids).token_ids
         step_ms = clock.ms()
         if not self._emitted:
             chosen += self._bring_companions(logits, rows[1:])
@@ -101,7 +101,7 @@ class Slots:
     def _bring_companions(self, logits: torch.Tensor, rows: list[Row]) -> list[int]:
         for pool in (*self._cache.keys, *self._cache.values, self._cache.token_ids):
             pool[1:] = pool[:1]
-        return choose(logits.expand(len(rows), -1), rows, self._cache.token_ids).token_ids.tolist() if rows else []
+        return choose(logits.expand(len(rows), -1), rows, self._cache.token_ids).token_ids if rows else []
 
 
 class Generate:

@@ -51,6 +51,7 @@ class LeanForward:
         body: Any = model.model
         self._embed, self._layers, self._norm, self._rotary = body.embed_tokens, body.layers, body.norm, body.rotary_emb
         self._model = model
+        self.rotation: str = self._rotary.rope_type
         self._layer_types: Any = getattr(model.config, "layer_types", None)
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from engine.params import SamplingParams
+from engine.transfer import to_device
 
 # top-p and typical-p look at this many tokens first: a `topk` costs an eighth of a full sort of the vocabulary.
 CANDIDATES = 1024
@@ -48,7 +49,7 @@ def for_rows(logits: torch.Tensor, asking: list[int], change: Callable[[torch.Te
         return logits
     if len(asking) == len(logits):
         return change(logits)
-    where = torch.tensor(asking, device=logits.device)
+    where = to_device(asking, logits.device)
     return logits.index_copy(0, where, change(logits[where]))
 
 
@@ -59,8 +60,9 @@ def watermark(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) ->
     """
     bias = torch.zeros(logits.shape)
     generator = torch.Generator()
-    for index, row in enumerate(rows):
-        generator.manual_seed(GREEN_KEY * int(histories[row.slot, row.length - 1]))
+    where = to_device([[row.slot, row.length - 1] for row in rows], histories.device)
+    for index, last in enumerate(histories[where[:, 0], where[:, 1]].tolist()):
+        generator.manual_seed(GREEN_KEY * last)
         vocabulary = torch.randperm(logits.shape[-1], generator=generator)
         bias[index, vocabulary[: int(GREEN_SHARE * len(vocabulary))]] = GREEN_BIAS
     return logits + bias.to(logits.device)
@@ -68,7 +70,7 @@ def watermark(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) ->
 
 def penalize_repetition(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
     """Divide positive and multiply negative logits of tokens already seen (Keskar et al. 2019, CTRL)."""
-    penalty = torch.tensor([[row.params.repetition_penalty] for row in rows], device=logits.device)
+    penalty = to_device([[row.params.repetition_penalty] for row in rows], logits.device)
     seen, valid = _seen(rows, histories)
     # Positions past a row's end repeat its first token, which is penalised anyway.
     seen = torch.where(valid, seen, seen[:, :1])
@@ -79,7 +81,7 @@ def penalize_repetition(logits: torch.Tensor, rows: list[Row], histories: torch.
 
 def penalize_frequency(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
     """Subtract the penalty as often as a token was seen (OpenAI's definition)."""
-    penalty = torch.tensor([[row.params.frequency_penalty] for row in rows], device=logits.device)
+    penalty = to_device([[row.params.frequency_penalty] for row in rows], logits.device)
     seen, valid = _seen(rows, histories)
     counts = torch.zeros_like(logits).scatter_add(1, seen, valid.to(logits.dtype))
     return logits - penalty * counts
@@ -102,7 +104,7 @@ PROCESSORS: list[tuple[Callable[[Row], bool], Callable[..., torch.Tensor]]] = [
 
 def warp(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p and typical-p of each row; tokens that are ruled out get minus infinity."""
-    logits = logits / torch.tensor([[p.temperature if p.temperature else 1.0] for p in params], device=logits.device)
+    logits = logits / to_device([[p.temperature if p.temperature else 1.0] for p in params], logits.device)
     filtered = [index for index, p in enumerate(params) if p.top_k or p.top_p < 1]
     logits = for_rows(logits, filtered, lambda chosen: _keep_best(chosen, [params[index] for index in filtered]))
     typical = [index for index, p in enumerate(params) if p.typical_p < 1]
@@ -114,11 +116,11 @@ def warp(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
 def _keep_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """top-k, then top-p over what it left, both within the best candidates of each row."""
     # Some more than k: ties with the k-th stay, as in transformers.
-    wanted = max(p.top_k + TIES if p.top_k else CANDIDATES for p in params)
-    best, ids = logits.topk(min(wanted, logits.shape[-1]))
+    count = _candidates(max(p.top_k + TIES if p.top_k else CANDIDATES for p in params), logits)
+    best, ids = logits.topk(count)
     kept = _candidates_to_keep(best, logits, params)
     # Where the last candidate stays, worse ones might, too.
-    if best.shape[-1] < logits.shape[-1] and bool(kept[:, -1].any()):
+    if count < logits.shape[-1] and bool(kept[:, -1].any()):
         best, ids = logits.sort(descending=True)
         kept = _candidates_to_keep(best, logits, params)
     # Ruled-out candidates are scattered as minus infinity onto a background of minus infinity.
@@ -128,12 +130,12 @@ def _keep_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tens
 def _candidates_to_keep(best: torch.Tensor, logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Which of the `best` logits (descending) stay."""
     count = best.shape[-1]
-    k = torch.tensor([[p.top_k or count] for p in params], device=best.device).clamp(max=count)
-    p = torch.tensor([[row.top_p] for row in params], device=best.device)
+    k = to_device([[p.top_k or count] for p in params], best.device).clamp(max=count)
+    p = to_device([[row.top_p] for row in params], best.device)
     in_top_k = best >= best.gather(1, k - 1)
     mass = best.masked_fill(~in_top_k, -torch.inf).logsumexp(dim=-1, keepdim=True)
     if not all(row.top_k for row in params):
-        unlimited = torch.tensor([[row.top_k == 0] for row in params], device=best.device)
+        unlimited = to_device([[row.top_k == 0] for row in params], best.device)
         mass = torch.where(unlimited, logits.logsumexp(dim=-1, keepdim=True), mass)
     probability = (best - mass).exp().masked_fill(~in_top_k, 0)
     # A token stays if the mass of the better ones does not yet reach p (Holtzman et al. 2019).
@@ -147,9 +149,10 @@ def _keep_typical(logits: torch.Tensor, mass: list[float]) -> torch.Tensor:
     probability = logprobs.exp()
     entropy = -(logprobs * probability).nansum(dim=-1, keepdim=True)
     distance = (logprobs + entropy).abs()
-    limit = torch.tensor(mass, device=logits.device)[:, None]
-    nearest, ids = distance.topk(min(CANDIDATES, logits.shape[-1]), largest=False)
-    if bool((probability.gather(1, ids).sum(dim=-1, keepdim=True) < limit).any()):
+    limit = to_device(mass, logits.device)[:, None]
+    count = _candidates(CANDIDATES, logits)
+    nearest, ids = distance.topk(count, largest=False)
+    if count < logits.shape[-1] and bool((probability.gather(1, ids).sum(dim=-1, keepdim=True) < limit).any()):
         nearest, ids = distance.sort()
     reached = (probability.gather(1, ids).cumsum(dim=-1) < limit).sum(dim=-1, keepdim=True)
     # Ties with the last one stay, as in transformers.
@@ -157,9 +160,14 @@ def _keep_typical(logits: torch.Tensor, mass: list[float]) -> torch.Tensor:
     return logits.masked_fill(distance > furthest, -torch.inf)
 
 
+def _candidates(wanted: int, logits: torch.Tensor) -> int:
+    """How many tokens to look at first. A GPU has sorted all sooner than its host can ask whether those suffice."""
+    return min(wanted, logits.shape[-1]) if logits.device.type == "cpu" else logits.shape[-1]
+
+
 def _seen(rows: list[Row], histories: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of each row's history, prompt included, and which of them count: shorter rows end in padding."""
     window = max(row.length for row in rows)
-    seen = histories[torch.tensor([row.slot for row in rows], device=histories.device), :window]
-    length = torch.tensor([[row.length] for row in rows], device=histories.device)
+    seen = histories[to_device([row.slot for row in rows], histories.device), :window]
+    length = to_device([[row.length] for row in rows], histories.device)
     return seen, torch.arange(window, device=histories.device)[None] < length

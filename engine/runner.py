@@ -1,20 +1,20 @@
 """Forwards of the model: a step of all running rows and chunks of prompts, or naively everything again."""
 
 import inspect
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from engine.graphs import DecodeGraphs, can_record
 from engine.kv_cache import KVCache, LayerShape
 from engine.lean import LeanForward, Part, fits
 from engine.masks import attention_mask, is_plain
+from engine.stopwatch import Stopwatch
+from engine.transfer import to_device
 
 WINDOW_STEP = 64
-Logits = TypeVar("Logits", torch.Tensor, list[torch.Tensor])
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class ModelRunner:
     """Runs any decoder-only `transformers` model over the slots of a `KVCache`.
 
     `device` is where token ids go in, logits come out and the first layer's cache lies; other layers may lie
-    elsewhere. `layer_shapes` says what each layer caches for one token; `forward_ms` adds up the time inside the
-    model, the device synchronised on both sides, until somebody resets it.
+    elsewhere. `layer_shapes` says what each layer caches for one token; `stopwatch` adds up the time inside the model.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -40,7 +39,6 @@ class ModelRunner:
         embeddings: Any = model.get_input_embeddings()
         self.device = _computing_device(embeddings)
         self.vocabulary: int = embeddings.weight.shape[0]
-        self.forward_ms = 0.0
         accepted = inspect.signature(model.forward).parameters
         # Renamed in transformers: 5.17 knows the old name only, 5.24 warns of it. Only here both are known.
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -49,7 +47,9 @@ class ModelRunner:
         self.layer_shapes = self._layer_shapes()
         # The embeddings of a sharded model may lie elsewhere; its hooks move the ids there and the logits back.
         self.device = self.layer_shapes[0].device
+        self.stopwatch = Stopwatch(self.device)
         self.lean = LeanForward(model) if fits(model) else None  # None: the stock forward, one part after another
+        self._graphs = DecodeGraphs(self.decode_padded) if can_record(self.lean, self.device) else None
 
     def rehearse(self) -> float:
         """Chunked prefill and a decode step of two rows: how far their logits are from the naive ones.
@@ -65,7 +65,7 @@ class ModelRunner:
         self.prefill(cache, 1, 0, short[:-1])
         batched = self.decode(cache, [ids[-1], short[-1]], [len(ids) - 1, len(short) - 1])
         naive = self._stock(torch.tensor([ids]), every=True)[0, [len(ids) - 1, len(short) - 1]]
-        self.forward_ms = 0.0
+        self.stopwatch.take_ms()
         return float((batched - naive).abs().max() / naive.std())
 
     def step(
@@ -75,6 +75,8 @@ class ModelRunner:
 
         In one pass, where the model allows it.
         """
+        if not chunks:
+            return self.decode(cache, token_ids, positions), []
         rows = [self._rows(cache, token_ids, positions, 0)] if token_ids else []
         logits = self._run([*rows, *(self._chunk(cache, chunk) for chunk in chunks)])
         decoded = logits.pop(0)[:, -1] if rows else None
@@ -86,7 +88,20 @@ class ModelRunner:
 
     def decode(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> torch.Tensor:
         """One token for each of B slots from `first_slot` on, row b at `positions[b]`; logits `[B, vocabulary]`."""
+        if self._graphs and first_slot == 0:
+            graphs = self._graphs
+            return self.stopwatch.run(lambda: graphs.decode(cache, token_ids, positions))
         return self._run([self._rows(cache, token_ids, positions, first_slot)])[0][:, -1]
+
+    @torch.no_grad()
+    def decode_padded(self, cache: KVCache, inputs: torch.Tensor, window: int) -> torch.Tensor:
+        """Logits `[B, vocabulary]` of B slots of which not all count; `inputs` `[3, B]`: ids, positions, 1 or 0.
+
+        Depends on nothing but the device's memory, so that it can be recorded (`DecodeGraphs`).
+        """
+        ids, positions, counts = inputs
+        view = cache.decode_view(ids, positions, window, counts=counts.bool())
+        return self._forward([self._decode_part(ids, positions, view, window)])[0][:, -1]
 
     @staticmethod
     def window(cache: KVCache, longest: int) -> int:
@@ -111,7 +126,7 @@ class ModelRunner:
         if self.lean and is_plain(self.model.config, len(token_ids)):
             return self._run([Part(ids, positions, cache, self._mask(positions, cached))])[0][0, -1]
         mask = torch.ones(1, len(token_ids), dtype=torch.bool, device=self.device)
-        return self._timed(lambda: self._stock(ids, cache, positions, mask))[0, -1]
+        return self.stopwatch.run(lambda: self._stock(ids, cache, positions, mask))[0, -1]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -132,11 +147,13 @@ class ModelRunner:
 
     def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int) -> Part:
         """The pending tokens of B consecutive slots."""
-        ids = torch.tensor(token_ids, device=self.device)
-        where = torch.tensor(positions, device=self.device)
+        ids, where = to_device([token_ids, positions], self.device)
         window = self.window(cache, max(positions) + 1)
-        mask = attention_mask(self.model.config, where[:, None], window, self.model.dtype)
-        return Part(ids[:, None], where[:, None], cache.decode_view(ids, where, window, first_slot), mask)
+        return self._decode_part(ids, where, cache.decode_view(ids, where, window, first_slot), window)
+
+    def _decode_part(self, ids: torch.Tensor, positions: torch.Tensor, view: Cache, window: int) -> Part:
+        mask = attention_mask(self.model.config, positions[:, None], window, self.model.dtype)
+        return Part(ids[:, None], positions[:, None], view, mask)
 
     def _chunk(self, cache: KVCache, chunk: Chunk) -> Part:
         end = chunk.start + len(chunk.token_ids)
@@ -155,21 +172,16 @@ class ModelRunner:
 
     def _run(self, parts: list[Part]) -> list[torch.Tensor]:
         """Logits of each part, `[rows, queries or 1, vocabulary]`."""
-        return self._timed(lambda: self.lean(parts) if self.lean else [self._stock_part(part) for part in parts])
+        with torch.no_grad():
+            return self.stopwatch.run(lambda: self._forward(parts))
+
+    def _forward(self, parts: list[Part]) -> list[torch.Tensor]:
+        return self.lean(parts) if self.lean else [self._stock_part(part) for part in parts]
 
     def _stock_part(self, part: Part) -> torch.Tensor:
         if part.view is None:  # nothing but the model itself, which makes its own mask
             return self._stock(part.ids, every=part.every)
         return self._stock(part.ids, part.view, part.positions, part.mask, every=part.every)
-
-    @torch.no_grad()
-    def _timed(self, forward: Callable[[], Logits]) -> Logits:
-        self.synchronize()
-        started = time.perf_counter()
-        logits = forward()
-        self.synchronize()
-        self.forward_ms += 1000 * (time.perf_counter() - started)
-        return logits
 
     @torch.no_grad()
     def _stock(self, ids: torch.Tensor, cache=None, positions=None, mask=None, every: bool = False) -> torch.Tensor:

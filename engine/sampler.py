@@ -10,35 +10,57 @@ from dataclasses import dataclass
 import torch
 
 from engine.processors import Row, process, warp
+from engine.transfer import to_device
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen `token_ids` `[rows]`, the model's own log-probability of each (before any processing) `[rows]`,
-    and `finite` `[rows]`: False where the logits held a NaN or an infinity and the choice means nothing.
-    `top_tokens` has the model's best tokens of each row that asked for some: pairs of id and log-probability."""
+    """Of each row: the chosen token, the model's own log-probability of it (before any processing), and `finite`: False
+    where the logits held a NaN or an infinity and the choice means nothing. `top_tokens` has the model's best tokens
+    of each row that asked for some: pairs of id and log-probability."""
 
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    finite: torch.Tensor
+    token_ids: list[int]
+    logprobs: list[float]
+    finite: list[bool]
     top_tokens: list[tuple[tuple[int, float], ...]]
 
 
 def choose(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> Choice:
     """One token for every row of `logits` `[rows, vocabulary]`; `histories` `[slots, positions]` holds token ids."""
-    normalizer = logits.logsumexp(dim=-1)
-    finite = normalizer.isfinite()
-    if not finite.all():
-        logits = logits.masked_fill(~finite[:, None], 0)
+    # The only wait for the device in a step, and the only copy from it.
+    columns = choose_on_device(logits, rows, histories).T.tolist()
+    token_ids, logprobs, finite, *best = columns
+    most = len(best) // 2
+    top_tokens = list(zip(*(zip(map(int, best[n]), best[most + n], strict=True) for n in range(most)), strict=True))
+    wanted = [row.params.top_n_tokens for row in rows]
+    return Choice(
+        [int(token_id) for token_id in token_ids],
+        logprobs,
+        [bool(good) for good in finite],
+        [tokens[:count] for tokens, count in zip(top_tokens or [()] * len(rows), wanted, strict=True)],
+    )
+
+
+def choose_on_device(logits: torch.Tensor, rows: list[Row], histories: torch.Tensor) -> torch.Tensor:
+    """What `choose` says, still on the device, `[rows, 3 + 2 * most]`, exact in float64.
+
+    In turn a token id, its log-probability, whether the row was finite, the best tokens' ids, their log-probabilities.
+    """
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
     processed = process(logits, rows, histories)
     token_ids = processed.argmax(dim=-1)
     sampled = [index for index, row in enumerate(rows) if row.params.samples]
     if sampled:
-        where = torch.tensor(sampled, device=logits.device)
+        where = to_device(sampled, logits.device)
         chosen = processed if len(sampled) == len(rows) else processed[where]
         token_ids[where] = _sample(chosen, [rows[index] for index in sampled])
-    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normalizer
-    return Choice(token_ids, logprobs, finite, _top_tokens(logits, normalizer, rows))
+    logprobs = logits.gather(1, token_ids[:, None]) - normalizer
+    columns = [token_ids[:, None], logprobs, normalizer.isfinite()]
+    most = min(max(row.params.top_n_tokens for row in rows), logits.shape[-1])
+    if most:
+        best, ids = logits.topk(most)
+        columns += [ids, best - normalizer]
+    return torch.cat([column.double() for column in columns], dim=1)
 
 
 def uniform(seeds: list[int], steps: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -46,9 +68,9 @@ def uniform(seeds: list[int], steps: list[int], device: torch.device | str = "cp
 
     The mixing is the finalizer of MurmurHash3, applied to the seed's two halves and the step in turn.
     """
-    low = torch.tensor([seed & 0xFFFFFFFF for seed in seeds], device=device)
-    high = torch.tensor([seed >> 32 for seed in seeds], device=device)
-    bits = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ torch.tensor(steps, device=device))
+    halves = [[seed & 0xFFFFFFFF for seed in seeds], [seed >> 32 for seed in seeds]]
+    low, high, step = to_device([*halves, steps], torch.device(device))
+    bits = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ step)
     return (bits >> 8).float() * 2**-24
 
 
@@ -58,23 +80,13 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # float32 sums end near 1, not at 1: scale the draw by the sum, and stay below it so that a token is found.
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Where a row is not finite nothing is found; what is chosen there counts for nothing, but must be a token.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
 def _sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     uniforms = uniform([row.seed for row in rows], [row.emitted for row in rows], logits.device)
     return draw(warp(logits, [row.params for row in rows]), uniforms)
-
-
-def _top_tokens(logits: torch.Tensor, normalizer: torch.Tensor, rows: list[Row]) -> list[tuple[tuple[int, float], ...]]:
-    counts = [row.params.top_n_tokens for row in rows]
-    most = min(max(counts, default=0), logits.shape[-1])
-    if not most:
-        return [()] * len(rows)
-    values, ids = logits.topk(most)
-    logprobs = (values - normalizer[:, None]).tolist()
-    pairs = zip(ids.tolist(), logprobs, counts, strict=True)
-    return [tuple(zip(ids_[:count], values_[:count], strict=True)) for ids_, values_, count in pairs]
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -175,4 +175,4 @@ def test_greedy_rows_are_penalised_too():
     logits = torch.tensor([[3.0, 2.9, 0.0], [3.0, 2.9, 0.0], [3.0, 2.9, 0.0]])
     params = [SamplingParams(frequency_penalty=0.2), SamplingParams(repetition_penalty=1.1), SamplingParams()]
     rows = [Row(p, 0, 0, 0, 1) for p in params]
-    assert choose(logits, rows, torch.zeros(1, 4, dtype=torch.long)).token_ids.tolist() == [1, 1, 0]
+    assert choose(logits, rows, torch.zeros(1, 4, dtype=torch.long)).token_ids == [1, 1, 0]
