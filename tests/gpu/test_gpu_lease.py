@@ -1,6 +1,6 @@
 """What a lease does on a real GPU: needs torch, transformers, pydantic-settings and pytest only; no network, no gradio.
 
-python -m pytest tests/gpu
+python -m pytest tests/gpu/test_gpu_lease.py
 """
 
 import time
