@@ -175,7 +175,7 @@ def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
                 warm = gr.Radio([WARM, COLD], value=FIELDS["race_start"], label="Start", **_CHOICE)
         if cost:
             gr.HTML(f'<p class="quiet">{cost}</p>', elem_id="race-cost")
-        shown = panel("race", elem_id="race-lanes", value=race.idle())
+        shown = panel("race", elem_id="race-lanes", value=race.idle(FIELDS["race_lanes"]))
         with gr.Row(elem_id="forum", elem_classes="actions"):
             ask = gr.Button("Run the forum's experiment", elem_id="forum-start", scale=0, min_width=0)
             answer = panel("forum", elem_id="forum-answer", value=forum_value(QUESTION))
@@ -183,4 +183,4 @@ def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
     start.click(race.start, fields, shown, **_EVENT)
     stop.click(race.stop, None, None, **_EVENT)
     ask.click(forum.run, None, answer, **_EVENT)
-    page.load(race.preset, None, fields, **_EVENT)
+    page.load(race.preset, None, [*fields, shown], **_EVENT)

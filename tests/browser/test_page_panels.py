@@ -30,7 +30,7 @@ def test_a_race_from_start_to_verdict(page: Page, app):
     lengths = page.locator(FIGURES["race"]).evaluate("node => node.data.map(({ x }) => x.length)")
     assert lengths == [49, 49]
     race.get_by_role("radio", name="Time so far").press("ArrowRight")
-    expect(race.get_by_role("radio", name="A token")).to_be_focused()
+    expect(race.get_by_role("radio", name="Each token")).to_be_focused()
     assert not app.stats()["races"]["running"]
 
 
