@@ -74,7 +74,13 @@ def _chat_column(page: gr.Blocks, chat: Chat):
         settings, example = _settings_fields()
     with gr.Row(elem_id="composer"):
         prompt = gr.Textbox(
-            elem_id="prompt", placeholder="Ask something…", show_label=False, container=False, max_lines=6, scale=1
+            elem_id="prompt",
+            label="Your question",
+            placeholder="Ask something…",
+            show_label=False,
+            container=False,
+            max_lines=6,
+            scale=1,
         )
         stop = gr.Button("Stop", elem_id="stop", scale=0, min_width=0)
         send = gr.Button("Send", elem_id="send", variant="primary", scale=0, min_width=0)
