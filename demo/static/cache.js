@@ -17,9 +17,8 @@ export function mount({ element }) {
     const mine = slots.filter(({ client }) => client !== null && client === you.client);
     const yours = mine.reduce((sum, slot) => sum + slot.tokens, 0);
     const size = model.bytes_per_token;
-    const caption = [yours && `${megabytes(yours * size)} yours`, `${megabytes(total * size)} in use`,
-      kept + shared && `${megabytes(kept + shared)} kept`, `${megabytes(reserved)} reserved`];
-    say(part.caption, caption.filter(Boolean).join(" · "));
+    const held = [yours && [yours * size, "yours"], [total * size, "in use"], kept + shared && [kept + shared, "kept"], [reserved, "reserved"]];
+    say(part.caption, `${held.filter(Boolean).map(([bytes, name]) => `${megabytes(bytes).slice(0, -3)} ${name}`).join(" · ")}, in MB`);
     part.formula.replaceChildren(...formula(model, yours || total, yours ? "your" : "the batch's"));
     figure.update(live.figures.cache);
     sayTerms(part.split, split(live, total * size));
