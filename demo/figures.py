@@ -39,7 +39,8 @@ def speed(naive: Iterable[Point], cached: Iterable[Point], shared: Iterable[Poin
     # Two names on one place cannot be read; of the shared step the line under the pointer tells as well.
     if shared and others and not (naive and abs(shared[-1][1] - naive[-1][1]) < SAME_PLACE * naive[-1][1]):
         name = f"step shared with {others} other{'s' if others > 1 else ''}"
-        labels.append(line_label(name, shared, x_top, "var(--muted)", "bottom"))
+        own = line_label(name, shared, x_top, "var(--muted)", "bottom")
+        labels.append({**own, "bgcolor": "var(--card)"})  # its line is no smooth one
     traces = [
         line(shared, MS_AT, color="var(--muted)", width=1),
         line(cached, MS_AT, color="var(--cached)", marker=5),
@@ -129,7 +130,7 @@ def cache(snapshot: dict[str, Any]) -> dict | None:
         height=160,
         x=_seconds_axis(),
         y={"range": [0, top], "nticks": 4},
-        annotations=[*labels, label(name, 0, y, "var(--muted)", yshift=shift)],
+        annotations=[*labels, label(name, 0, y, "var(--muted)", yshift=shift, bgcolor="var(--card)")],
     )
 
 

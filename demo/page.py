@@ -74,7 +74,13 @@ def _chat_column(page: gr.Blocks, chat: Chat):
         settings, example = _settings_fields()
     with gr.Row(elem_id="composer"):
         prompt = gr.Textbox(
-            elem_id="prompt", placeholder="Ask something…", show_label=False, container=False, max_lines=6, scale=1
+            elem_id="prompt",
+            label="Your question",
+            placeholder="Ask something…",
+            show_label=False,
+            container=False,
+            max_lines=6,
+            scale=1,
         )
         stop = gr.Button("Stop", elem_id="stop", scale=0, min_width=0)
         send = gr.Button("Send", elem_id="send", variant="primary", scale=0, min_width=0)
@@ -175,7 +181,7 @@ def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
                 warm = gr.Radio([WARM, COLD], value=FIELDS["race_start"], label="Start", **_CHOICE)
         if cost:
             gr.HTML(f'<p class="quiet">{cost}</p>', elem_id="race-cost")
-        shown = panel("race", elem_id="race-lanes", value=race.idle())
+        shown = panel("race", elem_id="race-lanes", value=race.idle(FIELDS["race_lanes"]))
         with gr.Row(elem_id="forum", elem_classes="actions"):
             ask = gr.Button("Run the forum's experiment", elem_id="forum-start", scale=0, min_width=0)
             answer = panel("forum", elem_id="forum-answer", value=forum_value(QUESTION))
@@ -183,4 +189,4 @@ def _race_card(page: gr.Blocks, race: Race, forum: Forum, cost: str) -> None:
     start.click(race.start, fields, shown, **_EVENT)
     stop.click(race.stop, None, None, **_EVENT)
     ask.click(forum.run, None, answer, **_EVENT)
-    page.load(race.preset, None, fields, **_EVENT)
+    page.load(race.preset, None, [*fields, shown], **_EVENT)

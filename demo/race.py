@@ -54,9 +54,9 @@ class Race:
         self.prompts = prompts
         self._running: dict[str, Comparison] = {}
 
-    def idle(self) -> dict[str, Any]:
+    def idle(self, lanes: list[str]) -> dict[str, Any]:
         """The panel before the first race."""
-        return {"state": "idle", "lanes": blank(FIELDS["race_lanes"]), "caption": "for those who do not believe it"}
+        return {"state": "idle", "lanes": blank(lanes), "caption": "for those who do not believe it"}
 
     async def start(self, request: gr.Request, *fields: Any) -> AsyncIterator[dict[str, Any]]:
         """Run one race and show it as it goes."""
@@ -81,11 +81,13 @@ class Race:
             comparison.cancel()
 
     def preset(self, request: gr.Request) -> list[Any]:
-        """The fields as the page's address wants them; what it does not name, or cannot be chosen, stays as it is."""
-        return [
-            gr.skip() if value is None else value
-            for value in from_address(request.query_params, list(self.prompts)).values()
-        ]
+        """The fields as the page's address wants them, and the panel with these lanes.
+
+        What the address does not name, or cannot be chosen, stays as it is.
+        """
+        wanted = from_address(request.query_params, list(self.prompts))
+        shown = self.idle(wanted["race_lanes"]) if wanted["race_lanes"] else None
+        return [gr.skip() if value is None else value for value in [*wanted.values(), shown]]
 
     def _compare(self, asked: dict[str, Any], client: str | None) -> Comparison:
         require(asked["race_prompt"] in self.prompts, "Choose one of the prompts.")

@@ -59,7 +59,7 @@ def gap(taken_apart: dict[str, Any]) -> dict:
     for part in taken_apart["parts"]:
         level -= part["seconds"]
         bars.append((f"− {part['cause']}", level, part["seconds"], "var(--muted)"))
-    share = ", one row's share" if last == "shared" else ""
+    share = ": its share" if last == "shared" else ""
     bars.append((TITLES[last] + share, 0.0, taken_apart["to_s"], _color(last)))
     names, bases, widths, colors = zip(*bars, strict=True)
     return figure(
@@ -82,7 +82,7 @@ def gap(taken_apart: dict[str, Any]) -> dict:
         height=HEIGHT,
         margin={"l": 172, "r": 64, "t": 4, "b": 24},
         x={
-            "range": [min(0.0, *bases), max(taken_apart["from_s"], *widths)],
+            "range": [min(0.0, *bases), max(base + width for base, width in zip(bases, widths, strict=True))],
             "nticks": 4,
             "ticksuffix": " s",
             "showticksuffix": "last",
@@ -122,7 +122,7 @@ def _color(name: str) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if abs(value) < 10 else f"{value:.1f} s"
+    return f"{value:.{2 if abs(value) < 10 else 1}f} s".replace("-", "−")
 
 
 def _clock(steps_ms: Sequence[float]) -> list[Point]:

@@ -50,7 +50,7 @@ def speed_value(measured: Measurements) -> dict[str, Any]:
     return {
         "caption": caption,
         "ratio": naive_ms / cached_ms,
-        "at": f"measured at {length:,} tokens",
+        "at": f"at {length:,} tokens",
         "cached_ms": cached_ms,
         "naive_ms": naive_ms,
         "measured": f"measured {count} times" if count > 1 else "measured once",

@@ -15,8 +15,8 @@ LANES = {
 }
 CAUSES = {
     "naive": "logits nobody reads",
-    "by_hand": "reading the whole text again",
-    "generate": "generate()'s own loop and forward",
+    "by_hand": "reading the text again",
+    "generate": "generate()'s own code",
     "cached": "copying the cache",
     "shared": "not sharing the steps",
 }

@@ -185,6 +185,13 @@ def test_the_gap_is_a_staircase_from_lane_to_lane():
     taken_apart = {"from": "naive", "to": "cached", "from_s": 4.0, "to_s": 1.5, "parts": parts}
     (bars,) = race_figures.gap(taken_apart)["data"]
     assert bars["base"] == [0, 1.0, 1.5, 0] and bars["x"] == [4.0, 3.0, -0.5, 1.5]
+    assert bars["text"][2] == "−0.50 s"
+
+
+def test_the_gaps_axis_holds_a_step_above_the_first_lane():
+    parts = [{"cause": "a", "seconds": -1.0}, {"cause": "b", "seconds": 3.5}]
+    taken_apart = {"from": "naive", "to": "cached", "from_s": 4.0, "to_s": 1.5, "parts": parts}
+    assert race_figures.gap(taken_apart)["layout"]["xaxis"]["range"] == [0, 5.0]
 
 
 def test_plotly_accepts_every_property_of_every_figure():

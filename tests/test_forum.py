@@ -28,7 +28,10 @@ def test_the_cache_and_the_first_calls_are_told_apart():
         for first in ("by_hand", "generate")
         for warm in (False, True)
     ]
+    assert "nothing follows" not in found(rows)
     rows[0]["seconds"]["by_hand"] = 5.0
     rows[2]["seconds"]["generate"] = 1.5
     said = found(rows)
     assert "takes 3.0 times as long" in said and "added +2.00 s to the loop and +0.50 s to generate()" in said
+    rows[1]["seconds"]["by_hand"] = 9.0
+    assert "3.0-fold apart" in found(rows)

@@ -17,9 +17,8 @@ export function mount({ element }) {
     const mine = slots.filter(({ client }) => client !== null && client === you.client);
     const yours = mine.reduce((sum, slot) => sum + slot.tokens, 0);
     const size = model.bytes_per_token;
-    const caption = [yours && `${megabytes(yours * size)} yours`, `${megabytes(total * size)} in use`,
-      kept + shared && `${megabytes(kept + shared)} kept`, `${megabytes(reserved)} reserved`];
-    say(part.caption, caption.filter(Boolean).join(" · "));
+    const held = [yours && [yours * size, "yours"], [total * size, "in use"], kept + shared && [kept + shared, "kept"], [reserved, "reserved"]];
+    say(part.caption, `${held.filter(Boolean).map(([bytes, name]) => `${megabytes(bytes).slice(0, -3)} ${name}`).join(" · ")}, in MB`);
     part.formula.replaceChildren(...formula(model, yours || total, yours ? "your" : "the batch's"));
     figure.update(live.figures.cache);
     sayTerms(part.split, split(live, total * size));
@@ -32,7 +31,7 @@ export function mount({ element }) {
 function split({ model, padding_bytes: padding }, used) {
   if (!used) return "Nobody's tokens are in use at the moment.";
   const said = [`Each of ${model.layers} layers holds ${kilobytes(used / model.layers)}, ${kinds(model)}`];
-  if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, where rows are shorter than the longest`);
+  if (padding) said.push(`each step reads ${kilobytes(padding)} of padding, since all rows are read to one round length`);
   return `${said.join("; ")}.`;
 }
 
@@ -41,7 +40,7 @@ function saved({ reused_tokens: reused, public_tokens: open }, yours) {
   const sum = (name) => yours.reduce((total, slot) => total + slot[name], 0);
   const [own, shared] = [sum("reused_tokens") - sum("public_tokens"), sum("public_tokens")];
   const taken = [own && `${count(own)} from an earlier turn`, shared && `${count(shared)} from a public beginning`].filter(Boolean);
-  if (taken.length) return `Of your ${count(sum("tokens"))} tokens ${taken.join(" and ")} did not have to be read again.`;
+  if (taken.length) return `Of your ${count(sum("tokens"))} tokens, ${taken.join(" and ")} did not have to be read again.`;
   const part = { 0: "none", [reused]: "all" }[open] ?? count(open);
   if (!reused) return "No prefix reuse so far: nobody's text has begun like one that was read before.";
   return `Prefix reuse has saved all visitors together ${count(reused)} tokens, ${part} of them public.`;

@@ -7,7 +7,7 @@ import { showResult } from "./race_result.js";
 import { parts, say, sayLinked } from "./words.js";
 
 const EMPTY = {
-  clocks: "All lanes write the same tokens. The lane whose clock is behind steps next.",
+  clocks: "All lanes go on from the same text. The lane whose clock is behind steps next.",
   steps: "What a token costs as the text grows: flat with a cache, climbing without.",
   gap: "At the end of a race: where the time between the slowest and the fastest lane went.",
 };

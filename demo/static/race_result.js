@@ -10,7 +10,7 @@ export function showResult(part, result, lanes, settings) {
   part.rows.replaceChildren(...result.lanes.map((lane) => row(lane, lanes)));
   const { device, dtype, threads, prompt_tokens, date } = result.conditions;
   const threaded = device === "cpu" ? `, ${threads} threads` : "";
-  say(part.conditions, `${prompt_tokens} tokens of prompt · ${device}, ${dtype}${threaded} · ${date.slice(0, 16).replace("T", " ")} ·`);
+  say(part.conditions, `${prompt_tokens} tokens of prompt · ${device}, ${dtype}${threaded} · ${date.slice(0, 16).replace("T", " ")} UTC ·`);
   offer(part.json, "kvscope-race.json", "application/json", JSON.stringify(result, null, 1));
   offer(part.csv, "kvscope-race.csv", "text/csv", csv(result));
   part.link.href = address(settings);

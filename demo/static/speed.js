@@ -29,8 +29,8 @@ export function mount({ element, props, watch }) {
       figure.update(null);
       return;
     }
-    numbers({ ratio: times(ratio), at: `${ratio >= 1 ? "faster" : "as fast"} with the cache, ${at}`,
-      cached: milliseconds(cached_ms), naive: milliseconds(naive_ms), counted: `without, ${measured}`,
+    numbers({ ratio: times(ratio), at: `${faster(ratio)} with the cache, ${at}`,
+      cached: duration(cached_ms), naive: duration(naive_ms), counted: `without, ${measured}`,
       caption, explanation });
     figure.update(drawn);
   };
@@ -42,8 +42,9 @@ export function mount({ element, props, watch }) {
         caption: "nothing measured yet", explanation: "Each naive point will be one real step without a cache, measured while you read." });
       return;
     }
-    numbers({ ratio: times(probe.naive_ms / probe.cached_ms), at: `with the cache, at ${count(probe.length)} tokens`,
-      cached: milliseconds(probe.cached_ms), naive: milliseconds(probe.naive_ms), counted: "without the cache",
+    const ratio = probe.naive_ms / probe.cached_ms;
+    numbers({ ratio: times(ratio), at: `${faster(ratio)} with the cache, at ${count(probe.length)} tokens`,
+      cached: duration(probe.cached_ms), naive: duration(probe.naive_ms), counted: "without the cache",
       caption: "measured in other people's conversations",
       explanation: `${plural(measured, "point")} from other people's conversations. Ask something to see your own.` });
   };
@@ -60,5 +61,6 @@ export function mount({ element, props, watch }) {
   });
 }
 
+const faster = (ratio) => (ratio >= 1 ? "faster" : "as fast");
 const times = (ratio) => `${ratio >= 100 ? Math.round(ratio) : ratio.toFixed(1)}×`;
-const milliseconds = (value) => `${value >= 10 ? Math.round(value) : value.toFixed(1)} ms`;
+const duration = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : `${ms >= 10 ? count(ms) : ms.toFixed(1)} ms`);

@@ -25,7 +25,7 @@ const STEPS = [
     panel: "#speed-now",
     tab: "speed",
     say: () => (/×/.test(read('#speed-now [data-part="ratio"]'))
-      ? `A step without the cache was measured beside yours: here the cache makes a token ${read('#speed-now [data-part="ratio"]')} faster, and the gap grows with the text.`
+      ? `Measured, not guessed: a token comes ${read('#speed-now [data-part="ratio"]')} ${read('#speed-now [data-part="at"]')}. The longer the text, the wider the gap.`
       : "Beside your answer, a step without the cache is measured now and then. The number says how many times faster the cache is."),
   },
   {
@@ -37,7 +37,7 @@ const STEPS = [
     panel: "#batch-timeline",
     tab: "batch",
     say: (live) => {
-      if (live.running > 1) return `${live.running} requests share each step of the model now, ${Math.round(live.tokens_per_second)} tokens a second between them.`;
+      if (live.running > 1) return `${live.running} requests share each step of the model now, ${live.tokens_per_second.toFixed(live.tokens_per_second < 10 ? 1 : 0)} tokens a second between them.`;
       if (together(live) > 1) return `${together(live)} requests shared each step of the model a moment ago.`;
       return "Strangers share your batch. Nobody else here? Bring some: real requests, to the same model.";
     },

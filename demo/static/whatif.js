@@ -2,9 +2,9 @@
 
 import { Figure } from "./figure.js";
 import { CARDS, SHAPES, cacheBytes } from "./shapes.js";
-import { count, say } from "./words.js";
+import { count, plural, say } from "./words.js";
 
-const LEAST_TOKENS = 64, LEAST_BYTES = 1e6, MOST_POINTS = 40;
+const LEAST_TOKENS = 64, LEAST_BYTES = 1e6, MOST_POINTS = 40, NARROW_PX = 480;
 const DTYPES = { 4: "float32", 2: "half precision", 1: "8 bit" };
 
 export class WhatIf {
@@ -47,6 +47,7 @@ export class WhatIf {
     const theirs = places.map((x) => cacheBytes(shape, x / rows, rows, bytes));
     const top = Math.max(3e11, 2 * total);
     const points = [...this.measured];
+    const narrow = this.figure.node.clientWidth < NARROW_PX; // no room for names beside the model's own
     const line = (y, color, dash) => ({ type: "scatter", mode: "lines", x: places, y, line: { color, width: 2, dash }, hoverinfo: "skip" });
     return {
       data: [
@@ -65,7 +66,7 @@ export class WhatIf {
         shapes: CARDS.map(({ bytes: y }) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: "var(--line)", width: 1, dash: "dot" } })),
         annotations: [
           text("bytes, by tokens of all sequences together", { xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "left", yshift: 4 }),
-          ...CARDS.map(({ name, bytes: y }, index) => text(name, { xref: "paper", x: 0, y: Math.log10(y), xanchor: "left", xshift: index % 2 ? 124 : 4, yshift: -2 })),
+          ...CARDS.map(({ name, bytes: y }, index) => text(narrow ? name.replace(/ \(.*/, "") : name, { xref: "paper", x: 0, y: Math.log10(y), xanchor: "left", xshift: index % 2 ? (narrow ? 60 : 124) : 4, yshift: -2 })),
           text(shape.name, { x: Math.log10(tokens * rows), y: Math.log10(total), xanchor: "right", xshift: -8, font: { color: "var(--ink)", size: 12 } }),
           text("dashed: this engine · dots: measured here", { xref: "paper", yref: "paper", x: 1, y: 0, xanchor: "right", yshift: 2, font: { color: "var(--cached)", size: 12 } }),
         ],
@@ -75,23 +76,23 @@ export class WhatIf {
 }
 
 const whole = (field) => Math.min(Math.max(Math.round(Number(field.value)) || 1, 1), Number(field.max));
-const gigabytes = (bytes) => (bytes >= 1e9 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(1)} MB`);
+const gigabytes = (bytes) => (bytes >= 1e9 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)}\u00a0GB` : `${(bytes / 1e6).toFixed(1)}\u00a0MB`);
 const text = (words, where) => ({ text: words, showarrow: false, yanchor: "bottom", font: { color: "var(--muted)", size: 12 }, ...where });
 const axis = (range, tickvals, ticktext) => ({ type: "log", range: range.map(Math.log10), tickvals, ticktext, gridcolor: "var(--line)",
   showgrid: false, zeroline: false, tickfont: { color: "var(--muted)", size: 12 }, fixedrange: true });
 
 function formula({ layers, kv_heads, head_dim, sliding = 0, window }, tokens, rows, bytes, total) {
-  const whose = `2 × ${kv_heads} heads × ${head_dim} × ${bytes} bytes`;
+  const whose = `2 × ${plural(kv_heads, "head")} × ${head_dim} × ${bytes} bytes`;
   const held = sliding && tokens > window
     ? `(${layers - sliding} layers × ${count(tokens)} + ${sliding} layers × ${count(window)} tokens)`
     : `${layers} layers × ${count(tokens)} tokens`;
-  return `${whose} × ${held} × ${count(rows)} ${rows === 1 ? "sequence" : "sequences"} = ${gigabytes(total)}`;
+  return `${whose} × ${held} × ${plural(rows, "sequence")} = ${gigabytes(total)}`;
 }
 
 function sentence({ heads, kv_heads, layers, sliding = 0, window }, tokens, rows, bytes, total) {
   const fits = CARDS.find((card) => card.bytes > total);
   const room = fits ? `leaves ${gigabytes(fits.bytes - total)} of ${fits.name} for the weights` : "is more than any of these cards holds";
-  const grouped = heads > kv_heads ? ` ${kv_heads} KV heads serve ${heads} query heads: multi-head attention would hold ${(heads / kv_heads).toFixed(0)} times as much.` : " Every query head has its own keys and values: grouped-query attention would hold less.";
+  const grouped = heads > kv_heads ? ` ${kv_heads === 1 ? "One KV head serves" : `${kv_heads} KV heads serve`} ${heads} query heads: multi-head attention would hold ${(heads / kv_heads).toFixed(0)} times as much.` : " Every query head has its own keys and values: grouped-query attention would hold less.";
   const slides = sliding ? ` ${sliding} of ${layers} layers look back ${count(window)} tokens only, and hold no more.` : "";
   return `In ${DTYPES[bytes]}, that ${room}.${grouped}${slides}`;
 }

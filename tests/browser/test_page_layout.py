@@ -65,6 +65,7 @@ def test_fingers_can_hit_everything_at_400(open_page, app):
     for tab, selector in (("Batch", "#visitors"), ("Race", "#race-start"), ("Race", "#race .choice label")):
         page.get_by_role("tab", name=tab).click()
         touch(selector)
+    touch("#race .switch button, .header button")
     assert {"Send", "Stop", "A haiku", "Speed", "Race", "Bring 6 visitors", "Start the race", "160 tokens"} <= set(
         heights
     )

@@ -10,6 +10,8 @@ from pages import ANSWER, FIGURES, ask, count_updates, set_new_tokens, wait_unti
 from playwright.sync_api import Page, expect
 from running_app import eventually
 
+from demo.race_figures import TITLES
+
 
 def test_a_race_from_start_to_verdict(page: Page, app):
     race = page.locator("#race")
@@ -30,7 +32,7 @@ def test_a_race_from_start_to_verdict(page: Page, app):
     lengths = page.locator(FIGURES["race"]).evaluate("node => node.data.map(({ x }) => x.length)")
     assert lengths == [49, 49]
     race.get_by_role("radio", name="Time so far").press("ArrowRight")
-    expect(race.get_by_role("radio", name="A token")).to_be_focused()
+    expect(race.get_by_role("radio", name="Each token")).to_be_focused()
     assert not app.stats()["races"]["running"]
 
 
@@ -39,6 +41,7 @@ def test_a_race_of_all_lanes_from_the_address_to_the_files(open_page, app):
     settings = "race_tokens=10&race_lanes=naive_all,naive,by_hand,generate,cached,shared&race_choice=sampled"
     page = open_page(app, f"?{settings}&race_start=cold&race_first=shared&race_prompt=no+such+thing")
     race = page.locator("#race")
+    expect(race.locator(".lane h3")).to_have_text(list(TITLES.values()))  # those of the address, before it starts
     race.get_by_text("Lanes and conditions").click()
     for name in ("naive, all logits", "shared batch", "sampled", "cold", "10", "A lighthouse"):
         expect(race.get_by_label(name, exact=True)).to_be_checked()
@@ -142,6 +145,9 @@ def test_another_models_cache_is_reckoned_in_the_page(page: Page, app):
     expect(card.locator('[data-part="whatif-said"]')).to_contain_text("32 of 32 layers look back 4,096 tokens only")
     card.get_by_label("Model").select_option("Llama 2 7B")
     expect(card.locator('[data-part="whatif-said"]')).to_contain_text("Every query head has its own keys and values")
+    card.get_by_label("Model").select_option("Falcon 7B")
+    expect(card.locator('[data-part="whatif-formula"]')).to_contain_text("2 × 1 head ×")
+    expect(card.locator('[data-part="whatif-said"]')).to_contain_text("One KV head serves 71 query heads")
 
 
 def test_brought_visitors_leave_with_the_page_that_brought_them(open_page, app):
@@ -191,6 +197,7 @@ def test_a_figure_keeps_its_zoom_while_data_arrives(page: Page, app, figure):
 
 
 def test_nothing_jumps_while_text_streams(page: Page, app):
+    page.set_viewport_size({"width": 1120, "height": 900})  # the narrowest with two columns
     page.locator("#visitors").scroll_into_view_if_needed()  # now, so that no click has to
     watch_frames(
         page,
