@@ -174,6 +174,25 @@ def test_nobodys_monitor_and_no_editor(ending):
         assert ending.get(path).status_code in (403, 404)
 
 
+def test_nothing_that_is_sent_is_taken_for_a_file(ending):
+    """Gradio would fetch it for whoever asks: from any host, of any size, onto this disk."""
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        url = f"http://localhost:{host.getsockname()[1]}/"
+        for path in ("/etc/hostname", url, ""):
+            file = {"path": path, "url": url, "meta": {"_type": "gradio.FileData"}}
+            for endpoint, data in (
+                ("generate", generate_data("a", grammar={"type": "json", "value": [[{"deep": file}]]})),
+                ("chat", ["a", [{"role": "user", "content": "b", **file}]]),
+                ("stats", [file]),
+                ("compare", [{**file, "meta": 3}]),
+            ):
+                with pytest.raises(ApiError, match="This page takes no files"):
+                    list(stream(ending, endpoint, *data))
+        host.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            host.accept()
+
+
 def test_the_pages_own_events_refuse_what_the_page_would_not_send(ending):
     config = ending.get("config").json()
     sent = [event["id"] for event in config["dependencies"] if event["api_visibility"] == "private" and event["inputs"]]

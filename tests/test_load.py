@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
+from inspect import isasyncgenfunction, iscoroutinefunction
 from pathlib import Path
 
 import gradio as gr
@@ -26,7 +27,11 @@ import load
 
 from demo import sessions, streams
 from demo.api import Page
+from demo.page import build_page
+from demo.quota import Quotas
 from demo.settings import PageSettings
+from demo.tokens import Answers
+from demo.visitors import Visitors
 
 CLIENTS, SECONDS = 300, 8
 
@@ -133,3 +138,12 @@ def test_a_session_keeps_no_copy_of_the_page_and_of_what_was_typed_there():
     session = sessions.Session(page)
     session._update_value_in_config(box._id, "secret")
     assert session[box._id] is box and list(session.components) == []
+
+
+def test_no_call_and_no_page_that_is_closed_takes_a_thread(tiny_engine):
+    """A thousand pages that were closed at once had five hundred."""
+    engine, settings, quotas = tiny_engine(), PageSettings(), Quotas()
+    page = build_page(engine, Visitors(engine, settings, quotas), Answers(engine), settings, quotas)
+    handlers = [block_fn.fn for block_fn in page.fns.values() if block_fn.fn]
+    assert len(handlers) > 15
+    assert [handler for handler in handlers if not (iscoroutinefunction(handler) or isasyncgenfunction(handler))] == []
