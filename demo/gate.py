@@ -23,7 +23,7 @@ MOST_SESSION_CHARACTERS = 64
 _UPLOAD = re.compile(r"^(/gradio_api)?/upload(_progress)?/*$")
 _CLOSED = re.compile(
     r"^(/gradio_api)?/(file[=/]|proxy=|stream/|custom_component/|deep_link|component_server|process_recording"
-    r"|(undo-)?vibe-|run-history/|runs|monitoring|dev/|svelte/)"
+    r"|(undo-)?vibe-|mcp/(sse|messages)|run-history/|runs|monitoring|dev/|svelte/)"
 )
 _CALL = re.compile(r"^/gradio_api/call/(?!v2/)[^/]+/([^/]+)$")
 _READ_AS_JSON = re.compile(r"^/gradio_api/(call|run|api|queue|cancel|reset|mcp)\b")
@@ -56,7 +56,7 @@ class Gate:
             answer = PlainTextResponse(refusal.detail, refusal.status_code, {"Connection": "close"})
             await answer(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(named(scope), receive, send)
 
     def _check_route(self, scope: Scope) -> None:
         path = scope["path"]
@@ -70,6 +70,15 @@ class Gate:
             (session,) = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[:1]
             if not self._known(session):
                 raise HTTPException(404, "Nothing was asked in this session.")
+
+
+def named(scope: Scope) -> Scope:
+    """Gradio answers a tool's call by one of its own from this machine: that one is to count for who made the first."""
+    if not scope["path"].startswith("/gradio_api/mcp"):
+        return scope
+    name = b"x-forwarded-for"
+    others = [header for header in scope["headers"] if header[0] != name]
+    return {**scope, "headers": [*others, (name, scope["client"][0].encode())] if scope["client"] else others}
 
 
 async def read_body(receive: Receive) -> bytes:

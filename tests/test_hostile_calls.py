@@ -161,7 +161,15 @@ def test_what_is_too_long_is_refused_while_it_comes(ending):
             "upload_progress",
             "runs",
         ),
-        *("run-history/buckets", "dev/reload", "vibe-code", "stream/a/b/0/..%2fapp.py", "component_server"),
+        *(
+            "run-history/buckets",
+            "dev/reload",
+            "vibe-code",
+            "stream/a/b/0/..%2fapp.py",
+            "component_server",
+            "mcp/sse",
+            "mcp/messages/",
+        ),
     ],
 )
 def test_what_the_page_does_not_need_is_closed(ending, path):
