@@ -4,6 +4,7 @@ Gradio brings more than this page uses (uploads, files, a proxy, links that writ
 some calls that it cannot understand with a crash. Both are refused here, before they reach it.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from demo.refusals import ERRORS
 
 MOST_BODY_BYTES = 4 * 2**20  # a long conversation has a tenth of it
 MOST_SESSION_CHARACTERS = 64
+BODY_S = 20.0
 
 _UPLOAD = re.compile(r"^(/gradio_api)?/upload(_progress)?/*$")
 _CLOSED = re.compile(
@@ -46,7 +48,7 @@ class Gate:
         try:
             self._check_route(scope)
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-                body = await read_body(receive)
+                body = await self._read(receive)
                 if _READ_AS_JSON.match(scope["path"]) and scope["method"] == "POST":
                     check_call(body, scope["path"])
                 receive = again(body, receive)
@@ -57,6 +59,14 @@ class Gate:
             await answer(scope, receive, send)
             return
         await self._app(named(scope), receive, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body, for as long as a sender may take: what is read of it lies in memory until then."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await read_body(receive)
+        except TimeoutError:
+            raise HTTPException(408, f"A request may take at most {BODY_S:.0f} s to be sent.") from None
 
     def _check_route(self, scope: Scope) -> None:
         path = scope["path"]
