@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from demo import logs, sessions
+from demo import connections, logs, sessions, tools
 from demo.live import Live
 from demo.page import HEAD, build_page
 from demo.prompts import public_prompts
@@ -56,6 +56,7 @@ def serve(config: EngineConfig, settings: PageSettings, terms: LeaseTerms) -> No
     """Until a signal comes as `KeyboardInterrupt`; `LoadingError` if there is nothing to serve."""
     host = choose_host(config, terms)
     with Engine(config, host, public_prompts()) as engine:
+        connections.adapt()
         sessions.adapt()
         quotas = Quotas() if isinstance(host, str) else host.quotas
         visitors = Visitors(engine, settings, quotas)
@@ -76,6 +77,7 @@ def serve(config: EngineConfig, settings: PageSettings, terms: LeaseTerms) -> No
                 state_session_capacity=MOST_SESSIONS,
                 app_kwargs=app_kwargs(engine, page, Live(engine, visitors, quotas), answers),
             )
+            tools.adapt(page)
             engine.wait_ready()
             threading.Event().wait()  # Gradio's own waiting ends by waiting for its streams
         finally:

@@ -11,7 +11,7 @@ from gradio.exceptions import ComponentProcessingError
 from demo.prompts import SYSTEM_PROMPT
 from demo.quota import Quotas
 from demo.race import progress
-from demo.refusals import ERRORS, readable, refusals, require
+from demo.refusals import ERRORS, readable, refusals, refuse_files, require
 from demo.sessions import Calls
 from demo.streams import Streams
 from engine import Engine, Generation, SamplingParams
@@ -195,6 +195,7 @@ class Page(gr.Blocks):
         """Add the defaults of what was left out at the end; `gr.Error` where there is more than an endpoint takes."""
         takes, public = len(block_fn.inputs), block_fn.api_visibility == "public"
         with refusals():
+            refuse_files(inputs)
             require(block_fn.fn is not None, "This event happens in the browser alone.")
             counts = len(inputs) == takes or (public and len(inputs) < takes)
             most = "at most " if public else ""

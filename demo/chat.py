@@ -90,14 +90,18 @@ class Chat:
         except REFUSALS as refusal:
             yield show(messages, notice=sentence(refusal)), gr.skip(), gr.skip()
 
-    def edit(self, conversation: Any) -> tuple[Any, str]:
+    async def edit(self, conversation: Any) -> tuple[Any, str]:
         """Take the last question back into the prompt field."""
         with refusals():
             messages = messages_of(conversation)
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=0)
         return show(messages[:last]), messages[last]["text"] if messages else ""
 
-    def new(self, visit: Visit) -> Update:
+    async def stop(self, visit: Visit) -> None:
+        """End the running turn, if there is one."""
+        visit.stop()
+
+    async def new(self, visit: Visit) -> Update:
         """Forget the conversation and what was measured in it."""
         visit.stop()
         visit.measured = Measurements()
@@ -193,7 +197,17 @@ def messages_of(conversation: Any) -> list[Message]:
     for message in messages:
         known = isinstance(message, dict) and message.get("role") in ("user", "assistant")
         require(known, "conversation must be a list of messages by user and assistant")
-    return [{**message, "text": readable(message.get("text"), "message text")} for message in messages]
+    return [
+        {"role": message["role"], "text": readable(message.get("text"), "message text"), **extras(message)}
+        for message in messages
+    ]
+
+
+def extras(message: Message) -> Message:
+    """What the page shows beside the text of a message, as `spoken` wrote it."""
+    return {
+        name: readable(message[name], name) for name in ("note", "answer", "format") if message.get(name) is not None
+    }
 
 
 def show(messages: list[Message], **state: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Gradio brings more than this page uses (uploads, files, a proxy, links that writ
 some calls that it cannot understand with a crash. Both are refused here, before they reach it.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,11 +20,12 @@ from demo.refusals import ERRORS
 
 MOST_BODY_BYTES = 4 * 2**20  # a long conversation has a tenth of it
 MOST_SESSION_CHARACTERS = 64
+BODY_S = 20.0
 
 _UPLOAD = re.compile(r"^(/gradio_api)?/upload(_progress)?/*$")
 _CLOSED = re.compile(
     r"^(/gradio_api)?/(file[=/]|proxy=|stream/|custom_component/|deep_link|component_server|process_recording"
-    r"|(undo-)?vibe-|run-history/|runs|monitoring|dev/|svelte/)"
+    r"|(undo-)?vibe-|mcp/(sse|messages)|run-history/|runs|monitoring|dev/|svelte/)"
 )
 _CALL = re.compile(r"^/gradio_api/call/(?!v2/)[^/]+/([^/]+)$")
 _READ_AS_JSON = re.compile(r"^/gradio_api/(call|run|api|queue|cancel|reset|mcp)\b")
@@ -46,7 +48,7 @@ class Gate:
         try:
             self._check_route(scope)
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-                body = await read_body(receive)
+                body = await self._read(receive)
                 if _READ_AS_JSON.match(scope["path"]) and scope["method"] == "POST":
                     check_call(body, scope["path"])
                 receive = again(body, receive)
@@ -56,7 +58,15 @@ class Gate:
             answer = PlainTextResponse(refusal.detail, refusal.status_code, {"Connection": "close"})
             await answer(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(named(scope), receive, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body, for as long as a sender may take: what is read of it lies in memory until then."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await read_body(receive)
+        except TimeoutError:
+            raise HTTPException(408, f"A request may take at most {BODY_S:.0f} s to be sent.") from None
 
     def _check_route(self, scope: Scope) -> None:
         path = scope["path"]
@@ -70,6 +80,15 @@ class Gate:
             (session,) = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[:1]
             if not self._known(session):
                 raise HTTPException(404, "Nothing was asked in this session.")
+
+
+def named(scope: Scope) -> Scope:
+    """Gradio answers a tool's call by one of its own from this machine: that one is to count for who made the first."""
+    if not scope["path"].startswith("/gradio_api/mcp"):
+        return scope
+    name = b"x-forwarded-for"
+    others = [header for header in scope["headers"] if header[0] != name]
+    return {**scope, "headers": [*others, (name, scope["client"][0].encode())] if scope["client"] else others}
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -25,6 +25,7 @@ from engine import Engine
 MOST_PROMPT_CHARACTERS = 4000
 HEAD = Path(__file__).parent / "static" / "head.html"
 
+# Handlers are async: a crowd that comes or leaves at once would need a thread for each of the others.
 # Nobody waits in Gradio's line, no veil covers what is being updated, and the API page lists only the API.
 _EVENT: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
 
@@ -103,13 +104,13 @@ def _chat_column(page: gr.Blocks, chat: Chat):
             chip.click(chat.send, [gr.State(text), conversation, visit, *settings], outputs, **_EVENT)
         conversation.retry(chat.retry, [conversation, visit, *settings], outputs, **_EVENT)
         conversation.edit(chat.edit, conversation, [conversation, prompt], **_EVENT)
-        stop.click(Visit.stop, visit, None, **_EVENT)
+        stop.click(chat.stop, visit, None, **_EVENT)
         new.click(chat.new, visit, outputs, **_EVENT)
 
     return connect
 
 
-def prompt_from_address(request: gr.Request) -> Any:
+async def prompt_from_address(request: gr.Request) -> Any:
     """What the page's address wants asked; it is sent by the visitor, not by the page."""
     return request.query_params.get("prompt", "")[:MOST_PROMPT_CHARACTERS] or gr.skip()
 

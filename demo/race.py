@@ -75,12 +75,12 @@ class Race:
         finally:
             self._running.pop(request.session_hash or "", None)
 
-    def stop(self, request: gr.Request) -> None:
+    async def stop(self, request: gr.Request) -> None:
         """Cancel the visitor's race."""
         if comparison := self._running.get(request.session_hash or ""):
             comparison.cancel()
 
-    def preset(self, request: gr.Request) -> list[Any]:
+    async def preset(self, request: gr.Request) -> list[Any]:
         """The fields as the page's address wants them, and the panel with these lanes.
 
         What the address does not name, or cannot be chosen, stays as it is.

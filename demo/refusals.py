@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import gradio as gr
 from prometheus_client import Counter
@@ -44,6 +45,18 @@ def require(condition: bool, why_not: str) -> None:
     """Refuse with the sentence `why_not` unless `condition` holds."""
     if not condition:
         raise ValueError(why_not)
+
+
+def refuse_files(values: Any) -> None:
+    """Refuse what Gradio would take for a file, however deep: it would fetch it from any host, and keep it."""
+    unread = [values]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict):
+            require(not ("meta" in value and isinstance(value.get("path"), str)), "This page takes no files.")
+            unread += value.values()
+        elif isinstance(value, list):
+            unread += value
 
 
 def readable(text: str, field: str) -> str:

@@ -72,7 +72,7 @@ class Visitors:
             return
         yield {"said": f"{len(came)} came. They ask real questions of the same model and share its steps."}
 
-    def leave(self, request: gr.Request) -> None:
+    async def leave(self, request: gr.Request) -> None:
         """The page is closed: those whom it brought leave with it."""
         for brought in self._alive:
             if brought.owner == request.session_hash:

@@ -5,6 +5,7 @@ continue; `has_chat_template` says which of the two it is.
 """
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -68,17 +69,19 @@ class PromptEncoder:
 
         The system message and the last message always stay.
         """
-        kept = list(messages)
-        first = 1 if kept and kept[0]["role"] == "system" else 0
-        dropped = 0
-        while len(kept) > first + 1 and not self._fits(kept, max_new_tokens):
-            # A turn is a question and its answer; never begin with an answer.
-            end = first + 1
-            while end < len(kept) - 1 and kept[end]["role"] != "user":
-                end += 1
-            dropped += end - first
-            del kept[first:end]
-        return kept, dropped
+        messages = list(messages)
+        first = 1 if messages and messages[0]["role"] == "system" else 0
+        # A turn is a question and its answer; never begin with an answer.
+        last = len(messages) - 1
+        later = [n for n in range(first + 1, last + 1) if n == last or messages[n]["role"] == "user"]
+        # Each message has a token at least: of more of them than the context has, nothing needs to be encoded.
+        begins = [n for n in [first, *later] if n + self.context > last]
+
+        def kept(begin: int) -> list[dict[str, str]]:
+            return [*messages[:first], *messages[begin:]]
+
+        begin = begins[bisect_left(begins[:-1], True, key=lambda begin: self._fits(kept(begin), max_new_tokens))]
+        return kept(begin), begin - first
 
     def _fits(self, messages: list[dict[str, str]], max_new_tokens: int) -> bool:
         try:
@@ -89,7 +92,7 @@ class PromptEncoder:
     def _encode_text(self, text: str, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         if not text:
             raise ValueError("prompt must not be empty")
-        if truncate:
+        if truncate and truncate < self.context:  # else what is cut off is not what keeps the text from fitting
             # The margin keeps the cut away from the tokens that stay.
             text = text[-self._longest_token * (truncate + CUT_MARGIN_TOKENS) :]
         elif len(text) > self._longest_token * self.context:

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from mcp import ClientSession
 from mcp.client.streamable_http import streamablehttp_client
-from running_app import ROOT, RunningApp, running_app
+from running_app import ROOT, RunningApp, eventually, running_app
 
 INSTALL_S, RUN_S = 180, 60
 
@@ -82,3 +83,49 @@ async def use_tools(app: RunningApp) -> None:
         assert not stats.isError and "max_batch_size" in stats.content[0].text
         refused = await session.call_tool("generate", {"prompt": "", "max_new_tokens": 1})
         assert refused.isError and "prompt must not be empty" in refused.content[0].text
+
+
+def test_calls_of_tools_hold_up_nobody_count_for_who_makes_them_and_end_with_them(ending):
+    worker = ending.worker()
+    worker.suspend()
+    try:
+        # More than there are threads for everything that is not async, and their first ones at the same time.
+        callers = [call_tool(ending, address=f"10.6.0.{number + 1}") for number in range(44)]
+        waiting = 40  # of those that call at once: Gradio's client takes no more
+        eventually(lambda: in_line(ending) == waiting)
+        assert ending.get("").status_code == ending.get("config").status_code == 200
+        for caller in callers:
+            caller.close()
+        eventually(lambda: in_line(ending) == 0)
+        # An address that nobody has to believe: not from this machine's own, from which proxies are trusted.
+        own = [call_tool(ending, source="127.0.0.2", address=f"10.6.1.{number + 1}") for number in range(2)]
+        eventually(lambda: in_line(ending) == 2)
+        with call_tool(ending, source="127.0.0.2", address="10.6.1.9") as third:
+            third.settimeout(10)  # less than between two signs of life
+            said = b""
+            while b"isError" not in said and (more := third.recv(65536)):
+                said += more
+        assert b"Your network address already has 2 requests" in said
+        for caller in own:
+            caller.close()
+        eventually(lambda: in_line(ending) == 0)
+    finally:
+        worker.resume()
+
+
+def in_line(app: RunningApp) -> int:
+    queue = app.queue()
+    return queue["waiting"] + queue["running"]
+
+
+def call_tool(app: RunningApp, address: str, source: str = "127.0.0.1") -> socket.socket:
+    """Asked, and not read."""
+    call = {"name": "generate", "arguments": {"prompt": "a", "max_new_tokens": 4000}}
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call})
+    caller = socket.create_connection(("127.0.0.1", app.port), timeout=20, source_address=(source, 0))
+    head = (
+        f"POST /gradio_api/mcp/ HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: {address}\r\nContent-Length: {len(body)}\r\n"
+        "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n\r\n"
+    )
+    caller.sendall(f"{head}{body}".encode())
+    return caller

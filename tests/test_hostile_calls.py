@@ -161,7 +161,15 @@ def test_what_is_too_long_is_refused_while_it_comes(ending):
             "upload_progress",
             "runs",
         ),
-        *("run-history/buckets", "dev/reload", "vibe-code", "stream/a/b/0/..%2fapp.py", "component_server"),
+        *(
+            "run-history/buckets",
+            "dev/reload",
+            "vibe-code",
+            "stream/a/b/0/..%2fapp.py",
+            "component_server",
+            "mcp/sse",
+            "mcp/messages/",
+        ),
     ],
 )
 def test_what_the_page_does_not_need_is_closed(ending, path):
@@ -172,6 +180,25 @@ def test_what_the_page_does_not_need_is_closed(ending, path):
 def test_nobodys_monitor_and_no_editor(ending):
     for path in ("monitoring", "monitoring/summary", "monitoring/key", "file=app.py", "upload_progress", "svelte/x"):
         assert ending.get(path).status_code in (403, 404)
+
+
+def test_nothing_that_is_sent_is_taken_for_a_file(ending):
+    """Gradio would fetch it for whoever asks: from any host, of any size, onto this disk."""
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        url = f"http://localhost:{host.getsockname()[1]}/"
+        for path in ("/etc/hostname", url, ""):
+            file = {"path": path, "url": url, "meta": {"_type": "gradio.FileData"}}
+            for endpoint, data in (
+                ("generate", generate_data("a", grammar={"type": "json", "value": [[{"deep": file}]]})),
+                ("chat", ["a", [{"role": "user", "content": "b", **file}]]),
+                ("stats", [file]),
+                ("compare", [{**file, "meta": 3}]),
+            ):
+                with pytest.raises(ApiError, match="This page takes no files"):
+                    list(stream(ending, endpoint, *data))
+        host.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            host.accept()
 
 
 def test_the_pages_own_events_refuse_what_the_page_would_not_send(ending):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
+from inspect import isasyncgenfunction, iscoroutinefunction
 from pathlib import Path
 
 import gradio as gr
@@ -23,10 +24,19 @@ from running_app import (
 sys.path.append(str(Path(__file__).parent / "bench"))
 
 import load
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from uvicorn import config
 
-from demo import sessions, streams
+from demo import connections, gate, sessions, streams
 from demo.api import Page
+from demo.page import build_page
+from demo.quota import Quotas
 from demo.settings import PageSettings
+from demo.tokens import Answers
+from demo.visitors import Visitors
 
 CLIENTS, SECONDS = 300, 8
 
@@ -133,3 +143,51 @@ def test_a_session_keeps_no_copy_of_the_page_and_of_what_was_typed_there():
     session = sessions.Session(page)
     session._update_value_in_config(box._id, "secret")
     assert session[box._id] is box and list(session.components) == []
+
+
+def test_no_call_and_no_page_that_is_closed_takes_a_thread(tiny_engine):
+    """A thousand pages that were closed at once had five hundred."""
+    engine, settings, quotas = tiny_engine(), PageSettings(), Quotas()
+    page = build_page(engine, Visitors(engine, settings, quotas), Answers(engine), settings, quotas)
+    handlers = [block_fn.fn for block_fn in page.fns.values() if block_fn.fn]
+    assert len(handlers) > 15
+    assert [handler for handler in handlers if not (iscoroutinefunction(handler) or isasyncgenfunction(handler))] == []
+
+
+def test_nobody_waits_for_who_says_nothing_does_not_finish_or_does_not_read(monkeypatch):
+    for module, name in ((connections, "HEAD_S"), (connections, "READ_S"), (gate, "BODY_S")):
+        monkeypatch.setattr(module, name, 0.4)
+    monkeypatch.setitem(config.HTTP_PROTOCOLS, "auto", config.HTTP_PROTOCOLS["auto"])
+    connections.adapt()
+
+    async def long(_: Request) -> Response:
+        await asyncio.sleep(1)  # an answer may take longer than a question
+        return PlainTextResponse("x" * 20_000_000)
+
+    with Page(16) as page:
+        gr.Markdown("a page")
+    kwargs = {"routes": [Route("/long", long)], "middleware": [Middleware(gate.Gate, known=page.calls.known)]}
+    port = free_port()
+    page.launch(
+        prevent_thread_lock=True, quiet=True, server_port=port, ssr_mode=False, _frontend=False, app_kwargs=kwargs
+    )
+    get, post = b"GET /long HTTP/1.1\r\nHost: a\r\n", b"POST /gradio_api/call/x HTTP/1.1\r\nHost: a\r\n"
+    try:
+        assert said_to(port, b"") == said_to(port, get) == b""
+        assert said_to(port, post + b"Content-Length: 9\r\n\r\n{").startswith(b"HTTP/1.1 408")
+        assert len(said_to(port, get + b"\r\n" + get)) > 20_000_000, "cut only after the first, which is whole"
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", port))
+            reader.sendall(get + b"\r\n")
+            eventually(lambda: page.server.server_state.connections)
+            eventually(lambda: not page.server.server_state.connections)
+    finally:
+        page.close(verbose=False)
+
+
+def said_to(port: int, words: bytes) -> bytes:
+    """All that comes until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(words)
+        return b"".join(iter(lambda: connection.recv(2**20), b""))

@@ -115,6 +115,22 @@ def test_a_tokenizer_that_breaks_refuses_that_text(tiny_engine, monkeypatch):
     assert isinstance(engine.prompts, PromptEncoder) and engine.submit("abc", params(1)).result(WAIT_S).text
 
 
+def test_texts_that_are_far_too_long_cost_the_front_little(tiny_engine, monkeypatch):
+    """It serves everybody else meanwhile."""
+    engine, encoded = tiny_engine(max_context=256), []
+    encode = PromptEncoder.encode
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, turns: encoded.append(len(turns)) or encode(self, turns))
+    turns = [{"role": role, "content": ""} for _ in range(5000) for role in ("user", "assistant")]
+    kept, dropped = engine.fit_chat([*turns, {"role": "user", "content": "last"}], 50)
+    assert kept[0]["role"] == "user" and kept[-1]["content"] == "last" and len(kept) + dropped == 10_001
+    assert len(encode(engine.prompts, kept)) + 50 <= 256 < len(encode(engine.prompts, [*turns[:2], *kept])) + 50
+    assert len(encoded) < 9 and max(encoded) <= 256
+    monkeypatch.undo()
+    monkeypatch.setattr(engine.prompts, "tokenizer", lambda *_, **__: pytest.fail("the tokenizer was asked"))
+    with pytest.raises(ValueError, match="prompt is too long: 1,000,000 characters"):
+        engine.submit("x" * 1_000_000, SamplingParams(max_new_tokens=1, truncate=256))
+
+
 # ---- readers and clocks
 
 

@@ -6,7 +6,7 @@ import { count, parts, plural, say } from "./words.js";
 const SENTENCES = {
   loading: "The model is loading.",
   restarting: "The worker stopped and is starting again. Running answers carry on where they were.",
-  draining: "The server is about to restart: running answers are finished, new questions are refused.",
+  draining: "The server is about to restart: answers under way get some seconds to finish, new questions are refused.",
   stopped: "The engine has stopped. The page shows what was last known.",
 };
 const FULL = "The line is full. A new question is told when to come back; those in line keep their places.";

@@ -45,7 +45,7 @@ SETTLE_S = 30.0  # for threads that are kept for the next call
 PAUSE_S = 0.5  # of a client that was told to come back; a real one would wait longer
 SAMPLE_S = 5.0
 SPARE = 2  # threads and sockets that come and go
-GROWTH_MB = 48  # of the web server's memory that a run may add after its first third
+GROWTH_MB = 48  # of memory that a run may add after its first third, to the web server or to its worker
 WEIGHTS = {"read": 8, "leave": 3, "cancel": 2, "never_read": 1, "stop_reading": 1, "chat": 3, "look": 2}
 
 
@@ -241,18 +241,22 @@ def events_of(app: RunningApp) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Left:
-    """What the web server holds."""
+    """What the web server and its worker hold, together; memory of each."""
 
     threads: int
     descriptors: int
     children: int
-    memory_mb: float
+    server_mb: float
+    worker_mb: float
 
     @classmethod
     def now(cls, app: RunningApp) -> "Left":
         server = psutil.Process(app.process.pid)
-        counts = server.num_threads(), server.num_fds(), len(server.children(recursive=True))
-        return cls(*counts, server.memory_info().rss / 1e6)
+        children = server.children(recursive=True)
+        both = [server, *children]
+        memory = [process.memory_info().rss / 1e6 for process in both]
+        threads, descriptors = sum(p.num_threads() for p in both), sum(p.num_fds() for p in both)
+        return cls(threads, descriptors, len(children), memory[0], sum(memory[1:]))
 
 
 async def crowd(app: RunningApp, clients: int, seconds: float, outcome: Outcome) -> list[Left]:
@@ -280,12 +284,13 @@ def run(app: RunningApp, clients: int, seconds: float) -> Outcome:
     for what in ("threads", "descriptors", "children"):
         counts = getattr(before, what), getattr(after, what)
         outcome.require(counts[1] <= counts[0] + SPARE, f"{what}: {counts[0]}, then {counts[1]}")
-    first = samples[len(samples) // 3].memory_mb
-    outcome.require(after.memory_mb - first < GROWTH_MB, f"memory: {first:.0f}, then {after.memory_mb:.0f} MB")
+    for whose in ("server_mb", "worker_mb"):
+        seen = [round(getattr(left, whose)) for left in (*samples, after)]
+        first = seen[len(samples) // 3]
+        outcome.require(seen[-1] - first < GROWTH_MB, f"memory: {whose} {first}, then {seen[-1]}")
+        print(f"{whose}:", *seen[:: max(len(samples) // 10, 1)], "·", seen[-1], "afterwards")
     outcome.require(stats["totals"]["restarts"] == 0, "the worker died")
     outcome.require("Traceback" not in app.log, "a traceback in the log")
-    seen = [f"{sample.memory_mb:.0f}" for sample in samples[:: max(len(samples) // 10, 1)]]
-    print("memory:", *seen, f"MB, {after.memory_mb:.0f} afterwards")
     return outcome
 
 

@@ -232,19 +232,32 @@ def test_two_browsers_share_one_batch(open_page, app):
 
 def test_a_page_outlives_its_server_and_keeps_what_was_written(open_page, slow_model):
     port = free_port()
-    with running_app(slow_model, port=port) as app:
+    with running_app(slow_model, port=port, KVSCOPE_MAX_BATCH_SIZE=1, KVSCOPE_MAX_WAITING=1) as app:
         page = open_page(app, provokes=AWAY)
+        banner, speed = (page.locator(f'#header [data-part="{part}"]') for part in ("banner", "speed"))
+        expect(banner).to_be_hidden()
         expect(page.locator("#cache-growth .empty")).to_be_visible()
         ask(page, "Remember this.", new_tokens=20)
         wait_until_answered(page)
         ask(page, "Tell me everything.", new_tokens=1024)
         wait_for_growth(page, ANSWER)
         prompt_field(page).fill("Are you there?")
+        other = page.context.new_page()
+        other.goto(app.url)
+        prompt_field(other).fill("Me, too")
+        prompt_field(other).press("Enter")
+        expect(banner).to_contain_text("The line is full.")
+        app.worker().kill()
+        expect(banner).to_contain_text("The worker stopped and is starting again.")
+        expect(banner).to_contain_text("The line is full.")
+        app.process.terminate()
+        expect(banner).to_contain_text("new questions are refused.")
+        other.close()
+        expect(speed).to_be_visible()
         app.process.kill()
         app.process.wait()
-    banner = page.locator('#header [data-part="banner"]')
-    expect(banner).to_be_visible()
     expect(banner).to_have_text("The connection is lost. The page tries again by itself; what you wrote stays here.")
+    expect(speed).to_be_hidden()  # nobody knows it now
     wait_until_answered(page)  # it does not look as if more were to come
     expect(page.locator('#conversation [data-part="notice"]')).to_have_text(re.compile("^The connection broke while"))
     prompt_field(page).press("Enter")
