@@ -21,6 +21,7 @@ from engine.errors import LoadingError
 from engine.facts import model_facts
 from engine.grammar import Grammars
 from engine.loading import load_model, make_runner, resolve
+from engine.memory import fitting_tokens
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
 from engine.tokenizer import eos_token_ids
@@ -61,6 +62,7 @@ def make_core(files: ModelFiles, model: PreTrainedModel, config: EngineConfig) -
     trusted = config.trust_remote_code
     end_ids = eos_token_ids(files.folder, trusted)
     grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
+    config = config.model_copy(update={"cache_tokens": fitting_tokens(config.cache_tokens, runner.layer_shapes)})
     core = EngineCore(runner, config, end_ids, grammars)
     facts = model_facts(files, model, runner.layer_shapes, config, parameters)
     return core, Ready(str(files.folder), facts, end_ids)

@@ -1,5 +1,7 @@
 """Memory runs out, in the pass or where the pool grows: less is done at a time, and nobody gets other tokens for it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import FAMILIES, build
@@ -9,7 +11,9 @@ from test_core import make_core, make_sequences
 
 from engine import kv_cache, scheduler
 from engine.core import EngineCore
-from engine.memory import NO_ROOM, NO_ROOM_FOR_RACE
+from engine.errors import LoadingError
+from engine.kv_cache import LayerShape
+from engine.memory import NO_ROOM, NO_ROOM_FOR_RACE, fitting_tokens
 from engine.params import SamplingParams
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -257,3 +261,15 @@ def test_a_race_gives_way_to_answers_and_fails_alone(runner, monkeypatch):
     monkeypatch.setattr(runner, "naive", naive)
     assert len(sequence.output_ids) == 40
     assert_greedy(runner, sequence.prompt_ids, sequence.output_ids)
+
+
+def test_a_cache_is_as_large_as_the_fullest_gpu_allows(monkeypatch):
+    free = {torch.device("cuda", 0): 1_000_000, torch.device("cuda", 1): 300_000}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 10**12))
+    layers = [LayerShape(2, 16, 16, torch.float16, device) for device in free]  # 128 bytes a token each
+    assert fitting_tokens(100_000, layers) == int(0.8 * 300_000 / 128)
+    assert fitting_tokens(500, layers) == 500
+    assert fitting_tokens(100_000, [replace(layer, device=torch.device("cpu")) for layer in layers]) == 100_000
+    free[layers[0].device] = 1000
+    with pytest.raises(LoadingError, match="leaves no room for a cache"):
+        fitting_tokens(100_000, layers)
