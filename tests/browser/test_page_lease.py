@@ -102,7 +102,7 @@ def test_no_quota_left_is_said_with_the_link_that_helps_and_the_question_comes_b
 def test_an_answer_that_breaks_off_keeps_what_was_said(open_page, app, api):
     page = open_page(app, **ANN)
     api.lifetimes = [LENIENT_S]
-    set_new_tokens(page, 300)
+    set_new_tokens(page, 1024)  # more than a slow machine can finish before the worker is held
     ask(page, "Tell me about lighthouses.")
     api.refusals = {token("ann"): (429, 0)}
     worker = psutil.Process(open_lease(api).pid)
