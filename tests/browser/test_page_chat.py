@@ -284,9 +284,9 @@ def test_an_answer_that_broke_off_is_not_waited_for(open_page, app):
     prompt_field(page).fill("Tell me everything.")
     with page.expect_event("requestfailed", lambda request: "queue/data" in request.url):
         prompt_field(page).press("Enter")
-    page.unroute(re.compile("queue/data"))
     # Gradio does nothing any more: the page loads itself anew, with the question.
     page.wait_for_function("performance.getEntriesByType('navigation')[0].type === 'reload'")
+    page.unroute(re.compile("queue/data"))
     expect(prompt_field(page)).to_have_value("Tell me everything.")
     set_new_tokens(page, 8)
     prompt_field(page).press("Enter")
