@@ -290,7 +290,7 @@ def test_an_answer_that_broke_off_is_not_waited_for(open_page, app):
     expect(prompt_field(page)).to_have_value("Tell me everything.")
     set_new_tokens(page, 8)
     prompt_field(page).press("Enter")
-    assert wait_until_answered(page).startswith("8 tokens")
+    expect(page.locator(NOTE)).to_have_text(re.compile("^8 tokens .* cut at its limit$"))
     page.context.close()
 
 
