@@ -10,6 +10,7 @@ from demo.plot import Point
 from engine import Generation
 
 MOST_POINTS = 160
+RECENT = 3  # measurements, of which the middle one is shown: a busy machine spoils one now and then
 
 
 @dataclass
@@ -44,19 +45,26 @@ def speed_value(measured: Measurements) -> dict[str, Any]:
     caption = f"your conversation, {measured.length:,} tokens long"
     if not measured.naive:
         return {"caption": caption, "pending": "A step without the cache is measured as soon as the batch has room."}
-    length, naive_ms = measured.naive[-1]
-    cached_ms = measured.cached[-1][1]
+    length, naive_ms, cached_ms = _middle_of_recent(measured)
     count = len(measured.naive)
+    times = "once" if count == 1 else f"{count} times"
     return {
         "caption": caption,
         "ratio": naive_ms / cached_ms,
         "at": f"at {length:,} tokens",
         "cached_ms": cached_ms,
         "naive_ms": naive_ms,
-        "measured": f"measured {count} times" if count > 1 else "measured once",
+        "measured": f"measured {times}" if count < RECENT else f"measured {times}: middle of the last {RECENT}",
         "explanation": explanation(length, naive_ms, cached_ms, crossing(measured.naive, measured.cached)),
         "figure": figures.speed(measured.naive, measured.cached, measured.shared, measured.others),
     }
+
+
+def _middle_of_recent(measured: Measurements) -> tuple[float, float, float]:
+    """Length, naive and cached ms of that one of the last measurements whose ratio lies between the others'."""
+    pairs = zip(measured.naive[-RECENT:], measured.cached[-RECENT:], strict=True)
+    recent = sorted((slow / fast, length, slow, fast) for (length, slow), (_, fast) in pairs)
+    return recent[(len(recent) - 1) // 2][1:]
 
 
 def explanation(length: float, naive_ms: float, cached_ms: float, crossed_at: int | None) -> str:

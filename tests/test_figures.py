@@ -11,7 +11,7 @@ from demo import figures, race_figures
 from demo.lanes import assign_lanes, phases
 from demo.plot import nice_ceiling
 from demo.race_figures import TITLES
-from demo.speed import crossing, explanation
+from demo.speed import Measurements, crossing, explanation, speed_value
 from demo.timeline import timeline
 
 NOW = 1_000.0
@@ -146,6 +146,16 @@ def test_speed_shows_measured_points_only():
     names = [note["text"] for note in figure["layout"]["annotations"]]
     assert {"without the cache", "with the cache", "step shared with 3 others"} <= set(names)
     json.dumps(figure, allow_nan=False, default=list)
+
+
+def test_one_spoilt_measurement_is_not_what_is_shown():
+    lengths, naive, cached = (100, 116, 132, 148), (90.0, 100.0, 1100.0, 120.0), (30.0, 30.0, 31.0, 32.0)
+    measured = Measurements(list(zip(lengths, naive, strict=True)), list(zip(lengths, cached, strict=True)))
+    shown = speed_value(measured)
+    assert (shown["at"], shown["naive_ms"], shown["cached_ms"], shown["ratio"]) == ("at 148 tokens", 120, 32, 3.75)
+    assert shown["measured"] == "measured 4 times: middle of the last 3"
+    first = speed_value(Measurements(measured.naive[:1], measured.cached[:1]))
+    assert (first["ratio"], first["measured"]) == (3, "measured once")
 
 
 def test_a_cache_that_does_not_pay_is_not_talked_up():
