@@ -1,7 +1,7 @@
 """How much of a prompt fits between two tokens of those who stream."""
 
 LEAST_TOKENS = 16
-STRETCH = 1.5  # of a usual step, which a chunk may take besides
+STRETCH = 1.0  # of a usual step, which a chunk may take besides
 MEMORY = 0.2  # the weight of the latest measurement
 
 
