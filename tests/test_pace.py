@@ -30,5 +30,5 @@ def test_where_nobody_streams_and_where_nothing_is_known_it_is_as_long_as_allowe
 def test_it_follows_a_machine_that_becomes_slower():
     pace = learned(usual_ms=50, token_ms=1)
     for _ in range(50):
-        pace.record(50 + 100 * 4, rows=4, prefill_tokens=100)
-    assert pace.budget(rows=4) == int(50 * STRETCH / 4)
+        pace.record(50 + 100 * 2, rows=4, prefill_tokens=100)
+    assert pace.budget(rows=4) == int(50 * STRETCH / 2)
