@@ -3,9 +3,9 @@
     python tests/bench/fairness.py [--rounds 3] [--quantize int8]
 
 The embedded model, a window of 8,192 tokens. First, the gaps between the tokens of four running streams, while nobody
-else comes and then while a prompt of 4,000 tokens is read; the ratio is that of the 99th percentiles. Second, the time to
-the first token of a chat's turn with 1,000 tokens of history, of a client who had the turn before, and of another who
-brings the same text for the first time.
+else comes and then while a prompt of 4,000 tokens is read; the ratio is that of the 99th percentiles. Second, the time
+to the first token of a chat's turn with 1,000 tokens of history, of a client who had the turn before, and of another
+who brings the same text for the first time.
 """
 
 import argparse
