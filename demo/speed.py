@@ -47,14 +47,13 @@ def speed_value(measured: Measurements) -> dict[str, Any]:
         return {"caption": caption, "pending": "A step without the cache is measured as soon as the batch has room."}
     length, naive_ms, cached_ms = _middle_of_recent(measured)
     count = len(measured.naive)
-    times = "once" if count == 1 else f"{count} times"
     return {
         "caption": caption,
         "ratio": naive_ms / cached_ms,
         "at": f"at {length:,} tokens",
         "cached_ms": cached_ms,
         "naive_ms": naive_ms,
-        "measured": f"measured {times}" if count < RECENT else f"measured {times}: middle of the last {RECENT}",
+        "measured": f"middle of the last {RECENT}" if count >= RECENT else f"measured {('once', 'twice')[count - 1]}",
         "explanation": explanation(length, naive_ms, cached_ms, crossing(measured.naive, measured.cached)),
         "figure": figures.speed(measured.naive, measured.cached, measured.shared, measured.others),
     }

@@ -94,6 +94,8 @@ class Message {
   button(parent, label, action, className) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: label, className });
     button.addEventListener("click", action);
+    // It moves as the text above it grows; whoever has pressed it means it, wherever it is by the time they let go.
+    button.addEventListener("pointerdown", (event) => button.setPointerCapture(event.pointerId));
     parent.append(button);
     return button;
   }

@@ -156,9 +156,20 @@ def test_the_card_goes_out_of_sight_with_its_token(page: Page):
     expect(page.locator(CARD)).to_be_hidden()
 
 
+def press_while_it_moves(page: Page, button: Locator) -> None:
+    """Press it, and let go only when the growing answer has moved it away."""
+    button.hover()
+    page.mouse.down()
+    before = button.bounding_box()
+    page.wait_for_function(
+        "([node, y]) => Math.abs(node.getBoundingClientRect().y - y) > 20", arg=[button.element_handle(), before["y"]]
+    )
+    page.mouse.up()
+
+
 def test_tokens_can_be_watched_while_they_are_written(page: Page):
     ask(page, "Tell me a long story.", new_tokens=1024)
-    toggle(page).click()
+    press_while_it_moves(page, toggle(page))
     expect(page.locator(TOKEN)).not_to_have_count(0)
     wait_for_growth(page, ANSWER)
     expect(page.locator("html[data-answering]")).to_have_count(1)
