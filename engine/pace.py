@@ -1,31 +1,44 @@
 """How much of a prompt fits between two tokens of those who stream."""
 
+from collections import deque
+
+import numpy as np
+
 LEAST_TOKENS = 16
 STRETCH = 1.0  # of a usual step, which a chunk may take besides
-MEMORY = 0.2  # the weight of the latest measurement
+MEMORY = 48  # steps with a chunk, and as many without, from which it learns
 
 
 class Pace:
-    """Learns from each step what a row's token and a prompt's token cost on this machine."""
+    """Learns from steps of both kinds what a step, each of its rows and each prompt token cost on this machine.
+
+    By least squares of the relative errors, so that a step that something else held up counts for little. Rows and
+    tokens have to be told apart: rows that join while prompts are read would else be put down to the prompts, whose
+    chunks became shorter and shorter.
+    """
 
     def __init__(self, most_tokens: int):
         self._most_tokens = most_tokens
-        self._usual_ms: float | None = None  # of a step without a chunk
-        self._token_ms: float | None = None  # what each token of a chunk adds to it
+        self._with_chunk: deque[tuple[float, int, int]] = deque(maxlen=MEMORY)
+        self._without: deque[tuple[float, int, int]] = deque(maxlen=MEMORY)
 
     def record(self, forward_ms: float, rows: int, prefill_tokens: int) -> None:
-        if rows and not prefill_tokens:
-            self._usual_ms = _learn(self._usual_ms, forward_ms)
-        elif prefill_tokens >= LEAST_TOKENS:
-            of_rows_ms = (self._usual_ms or 0.0) if rows else 0.0
-            self._token_ms = _learn(self._token_ms, max(forward_ms - of_rows_ms, 0.0) / prefill_tokens)
+        if forward_ms > 0 and (rows or prefill_tokens):
+            (self._with_chunk if prefill_tokens else self._without).append((forward_ms, rows, prefill_tokens))
 
     def budget(self, rows: int) -> int:
         """Prompt tokens for the next step, so that the gap between two tokens of a stream stays short."""
-        if not rows or not self._usual_ms or not self._token_ms:
+        if not rows or not self._with_chunk or not self._without:
             return self._most_tokens
-        return max(LEAST_TOKENS, min(self._most_tokens, int(STRETCH * self._usual_ms / self._token_ms)))
+        step_ms, row_ms, token_ms = self._costs()
+        spare_ms = STRETCH * (step_ms + row_ms * rows)
+        if token_ms * self._most_tokens <= spare_ms:
+            return self._most_tokens
+        return max(LEAST_TOKENS, int(spare_ms / token_ms))
 
-
-def _learn(known: float | None, latest: float) -> float:
-    return latest if known is None else (1 - MEMORY) * known + MEMORY * latest
+    def _costs(self) -> np.ndarray:
+        """Milliseconds of a step by itself, and for each row and each token in it."""
+        seen = np.array([*self._with_chunk, *self._without])
+        forward_ms = seen[:, :1]
+        causes = np.hstack([np.ones_like(forward_ms), seen[:, 1:]])
+        return np.linalg.lstsq(causes / forward_ms, np.ones(len(seen)), rcond=None)[0]
