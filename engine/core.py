@@ -197,7 +197,8 @@ class EngineCore:
         for sequence in running:
             sequence.cached_tokens += 1
         lengths = [sequence.cached_tokens for sequence in running]
-        self._padding_tokens = self.runner.window(self.cache, max(lengths)) * len(lengths) - sum(lengths)
+        read = sum(window.size for window in self.runner.windows(self.cache, lengths))
+        self._padding_tokens = read - sum(lengths)
 
     def _score_prompt(self, sequence: Sequence, start: int, logits: torch.Tensor, report: StepReport) -> None:
         """Log-probabilities of the prompt tokens that `logits` `[tokens, vocabulary]` from `start` on predict."""

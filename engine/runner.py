@@ -13,8 +13,9 @@ from engine.lean import LeanForward, Part, fits
 from engine.masks import attention_mask, is_plain
 from engine.stopwatch import Stopwatch
 from engine.transfer import to_device
+from engine.windows import WINDOW_STEP, Window, rounded, split
 
-WINDOW_STEP = 64
+ANOTHER_WINDOW = 2**21  # bytes of a layer's cache that are read in the time that one more window costs a CPU
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ class ModelRunner:
         """
         if not chunks:
             return self.decode(cache, token_ids, positions), []
-        rows = [self._rows(cache, token_ids, positions, 0)] if token_ids else []
+        rows = self._rows(cache, token_ids, positions) if token_ids else []
         logits = self._run([*rows, *(self._chunk(cache, chunk) for chunk in chunks)])
-        decoded = logits.pop(0)[:, -1] if rows else None
-        return decoded, [of[0] if chunk.every else of[0, -1] for of, chunk in zip(logits, chunks, strict=True)]
+        decoded, read = logits[: len(rows)], logits[len(rows) :]
+        last = [of[0] if chunk.every else of[0, -1] for of, chunk in zip(read, chunks, strict=True)]
+        return (_together(decoded) if rows else None), last
 
     def prefill(self, cache: KVCache, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
         """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them."""
@@ -91,7 +93,7 @@ class ModelRunner:
         if self._graphs and first_slot == 0:
             graphs = self._graphs
             return self.stopwatch.run(lambda: graphs.decode(cache, token_ids, positions))
-        return self._run([self._rows(cache, token_ids, positions, first_slot)])[0][:, -1]
+        return _together(self._run(self._rows(cache, token_ids, positions, first_slot)))
 
     @torch.no_grad()
     def decode_padded(self, cache: KVCache, inputs: torch.Tensor, window: int) -> torch.Tensor:
@@ -103,10 +105,12 @@ class ModelRunner:
         view = cache.decode_view(ids, positions, window, counts=counts.bool())
         return self._forward([self._decode_part(ids, positions, view, window)])[0][:, -1]
 
-    @staticmethod
-    def window(cache: KVCache, longest: int) -> int:
-        """Positions that a decode step reads of each row: the longest's, rounded up so that shapes repeat."""
-        return min(-(-longest // WINDOW_STEP) * WINDOW_STEP, cache.positions)
+    def windows(self, cache: KVCache, lengths: list[int]) -> list[Window]:
+        """How far a decode step reads the slots of rows of these lengths."""
+        if self.lean and self.device.type == "cpu":
+            return split(lengths, cache.positions, ANOTHER_WINDOW // self.layer_shapes[0].bytes_per_token)
+        # Elsewhere another rectangle costs more: a forward of its own, or on a GPU launches that reading would hide.
+        return [Window(len(lengths), rounded(max(lengths), cache.positions))]
 
     def naive(self, token_ids: list[int], *, every: bool = False) -> torch.Tensor:
         """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time.
@@ -145,11 +149,16 @@ class ModelRunner:
             for keys, values in ((layer.keys, layer.values) for layer in cache.layers)
         ]
 
-    def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int) -> Part:
+    def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> list[Part]:
         """The pending tokens of B consecutive slots."""
         ids, where = to_device([token_ids, positions], self.device)
-        window = self.window(cache, max(positions) + 1)
-        return self._decode_part(ids, where, cache.decode_view(ids, where, window, first_slot), window)
+        parts, start = [], 0
+        for window in self.windows(cache, [position + 1 for position in positions]):
+            rows = slice(start, start + window.rows)
+            view = cache.decode_view(ids[rows], where[rows], window.positions, first_slot + start)
+            parts.append(self._decode_part(ids[rows], where[rows], view, window.positions))
+            start = rows.stop
+        return parts
 
     def _decode_part(self, ids: torch.Tensor, positions: torch.Tensor, view: Cache, window: int) -> Part:
         mask = attention_mask(self.model.config, positions[:, None], window, self.model.dtype)
@@ -197,6 +206,11 @@ class ModelRunner:
             mask = torch.ones(ids.shape, dtype=torch.bool, device=self.device)
         logits = self.model(attention_mask=mask, **arguments).logits
         return logits.float() if every else logits[:, -1:].float()
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The logits `[rows, 1, vocabulary]` of several parts as `[all rows, vocabulary]`."""
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, -1]
 
 
 def _computing_device(module: Any) -> torch.device:
