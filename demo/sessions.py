@@ -1,8 +1,9 @@
 """What Gradio remembers of visitors and calls, and when it lets go: as it comes, it keeps nearly all of it.
 
 Of every session a copy of the page's whole configuration with the visitor's texts in it (170 KB, for links that share
-them), of every call a record for a table of statistics that it draws up again at the end of each, and the messages
-of answers that nobody fetched, until the 2,000th later call throws out the oldest session's, fetched or not.
+them), and components that it makes anew while calls are answered; of every call a record for a table of statistics that
+it draws up again at the end of each, and the messages of answers that nobody fetched, until the 2,000th later call
+throws out the oldest session's, fetched or not.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import Any
 
 from gradio import state_holder
 from gradio.blocks import Blocks
+from gradio.components import State
 from gradio.queueing import Event, Queue
 from gradio.utils import LRUCache
 
@@ -24,6 +26,11 @@ class Session(state_holder.SessionState):
 
     def __init__(self, blocks: Blocks):
         super().__init__(SimpleNamespace(default_config=blocks.default_config, blocks={}))  # type: ignore[arg-type]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        # `gr.skip()` makes a component anew, which would be kept, under its own number, too, by every later call.
+        if isinstance(self.blocks_config.blocks.get(key), State):
+            super().__setitem__(key, value)
 
     def _update_config(self, key: int) -> None:
         pass

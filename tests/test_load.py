@@ -10,6 +10,7 @@ from pathlib import Path
 import gradio as gr
 import httpx
 import pytest
+from gradio_client import Client
 from running_app import (
     PLAIN,
     RunningApp,
@@ -143,6 +144,29 @@ def test_a_session_keeps_no_copy_of_the_page_and_of_what_was_typed_there():
     session = sessions.Session(page)
     session._update_value_in_config(box._id, "secret")
     assert session[box._id] is box and list(session.components) == []
+
+
+def test_a_session_keeps_nothing_of_its_calls():
+    """Gradio kept a component more, for good, with each call that left one of its inputs as it was."""
+    sessions.adapt()
+
+    async def change_nothing(text: str):
+        return gr.skip()
+
+    with gr.Blocks() as page:
+        box = gr.Textbox("at first")
+        box.submit(change_nothing, box, box, api_name="nothing")
+    known = len(page.default_config.blocks)
+    _, url, _ = page.launch(
+        prevent_thread_lock=True, quiet=True, server_port=free_port(), ssr_mode=False, _frontend=False
+    )
+    try:
+        client = Client(url, verbose=False)
+        for text in "abc":
+            client.predict(text, api_name="/nothing")
+        assert len(page.state_holder[client.session_hash].blocks_config.blocks) == known
+    finally:
+        page.close(verbose=False)
 
 
 def test_no_call_and_no_page_that_is_closed_takes_a_thread(tiny_engine):
