@@ -18,8 +18,11 @@ def toggle(page: Page) -> Locator:
     return page.locator("#conversation article.assistant").last.get_by_role("button", name="Tokens")
 
 
-def show_tokens(page: Page, new_tokens: int = 60) -> list[dict]:
-    """Ask, wait for the end, and look at the answer's tokens; what the page was told about them."""
+def show_tokens(page: Page, new_tokens: int = 180) -> list[dict]:
+    """Ask, wait for the end, and look at the answer's tokens; what the page was told about them.
+
+    So many that gibberish has a few letters among them: of 60, one answer in eight has no three.
+    """
     ask(page, "Why is the sky dark at night?", new_tokens)
     wait_until_answered(page)
     with page.expect_response(re.compile("kvscope/tokens")) as response:
