@@ -39,7 +39,7 @@ from demo.settings import PageSettings
 from demo.tokens import Answers
 from demo.visitors import Visitors
 
-CLIENTS, SECONDS = 300, 8
+CLIENTS, SECONDS = 300, 30
 
 
 @pytest.fixture(scope="module")
