@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,14 +43,18 @@ def percentile_99(streams: list[Generation], since: float, until: float) -> floa
     return statistics.quantiles(gaps, n=100)[98]
 
 
+def follow(stream: Generation, count: int) -> None:
+    """Wait for its first tokens; `GenerationError` where it fails before."""
+    for _ in islice(stream, count):
+        pass
+
+
 def beside_a_long_prompt(engine: Engine, number: int) -> dict[str, float]:
     streams = [engine.submit(tokens(engine, 50, 97 * n), exactly(STREAMED)) for n in range(STREAMS)]
     for stream in streams:
-        while len(stream.events) < 20:
-            time.sleep(0.01)
+        follow(stream, 20)
     began = time.time()
-    while len(streams[0].events) < 120:
-        time.sleep(0.01)
+    follow(streams[0], 120)
     asked = time.time()
     long = engine.submit(tokens(engine, LONG, 31 * number), exactly(1))
     read = long.result(600) and long.events[0].time
