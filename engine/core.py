@@ -197,8 +197,7 @@ class EngineCore:
         for sequence in running:
             sequence.cached_tokens += 1
         lengths = [sequence.cached_tokens for sequence in running]
-        read = sum(window.size for window in self.runner.windows(self.cache, lengths))
-        self._padding_tokens = read - sum(lengths)
+        self._padding_tokens = self.runner.positions_read(self.cache, lengths) - sum(lengths)
 
     def _score_prompt(self, sequence: Sequence, start: int, logits: torch.Tensor, report: StepReport) -> None:
         """Log-probabilities of the prompt tokens that `logits` `[tokens, vocabulary]` from `start` on predict."""

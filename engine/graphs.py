@@ -14,6 +14,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.lean import LeanForward
+from engine.lean_cpu import CpuForward
 
 WINDOW_STEP = 256
 # These derive their frequencies from the longest position at hand, which the host has to ask for.
@@ -23,9 +24,9 @@ UNREADY_ROTATIONS = frozenset({"dynamic", "longrope"})
 Compute = Callable[[KVCache, torch.Tensor, int], torch.Tensor]
 
 
-def can_record(lean: LeanForward | None, device: torch.device) -> bool:
+def can_record(lean: LeanForward | CpuForward | None, device: torch.device) -> bool:
     """Whether the device and the model's forward allow it: all shapes known beforehand, no question to the host."""
-    return lean is not None and device.type == "cuda" and lean.rotation not in UNREADY_ROTATIONS
+    return isinstance(lean, LeanForward) and device.type == "cuda" and lean.rotation not in UNREADY_ROTATIONS
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,15 @@ class KVCache:
             for tensor, copy in zip(pool, copies, strict=True):
                 tensor[slot, :, :tokens] = copy[:, :tokens]
 
-    def prefill_view(self, slot: int, start: int, token_ids: torch.Tensor) -> Cache:
-        """A cache through which a forward of `token_ids` `[n]` appends to `slot` at position `start`."""
+    def prefill_view(self, slot: int, start: int, token_ids: torch.Tensor, window: int) -> Cache:
+        """A cache through which a forward of `token_ids` `[n]` appends to `slot` at position `start`.
+
+        Attention sees the first `window` positions, at least all that are written then.
+        """
         end = start + len(token_ids)
         self.token_ids[slot, start:end] = token_ids
         where = (slot, slice(None), slice(start, end))
-        return self._view(slice(slot, slot + 1), where, squeezed=0, seen=start, window=end)
+        return self._view(slice(slot, slot + 1), where, squeezed=0, seen=start, window=window)
 
     def decode_view(
         self,

@@ -45,7 +45,10 @@ def fits(model: PreTrainedModel) -> bool:
 
 
 class LeanForward:
-    """Calls a model of the family, part by part where tokens look at each other, all at once where they do not."""
+    """Calls a model of the family, part by part where tokens look at each other, all at once where they do not.
+
+    `CpuForward` does the same on a CPU in float32, with fewer and larger operators.
+    """
 
     def __init__(self, model: PreTrainedModel):
         body: Any = model.model
@@ -53,6 +56,10 @@ class LeanForward:
         self._model = model
         self.rotation: str = self._rotary.rope_type
         self._layer_types: Any = getattr(model.config, "layer_types", None)
+
+    def needs_mask(self, queries: int) -> bool:
+        """Whether attention of that many tokens a row goes by `Part.mask`, as it always does here."""
+        return True
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:
         """Logits of each part in float32, `[rows, queries, vocabulary]` with `every`, else `[rows, 1, vocabulary]`."""
@@ -64,11 +71,9 @@ class LeanForward:
                 index, layer.self_attn, _rms_norm(hidden, layer.input_layernorm), turn, parts
             )
             hidden = hidden + layer.mlp(_rms_norm(hidden, layer.post_attention_layernorm))
-        hidden = _rms_norm(_asked_for(hidden, parts), self._norm)
+        hidden = _rms_norm(asked_for(hidden, parts), self._norm)
         head: Any = self._model.get_output_embeddings()  # asked for each time: packing replaces it
-        logits = head(hidden).float()
-        counts = [part.ids.numel() if part.every else len(part.ids) for part in parts]
-        return [some.unflatten(0, (len(part.ids), -1)) for some, part in zip(logits.split(counts), parts, strict=True)]
+        return by_part(head(hidden).float(), parts)
 
     def _attention(
         self, index: int, attention: Any, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], parts: list[Part]
@@ -82,16 +87,16 @@ class LeanForward:
         said, start = [], 0
         for part in parts:
             tokens = slice(start, start + part.ids.numel())
-            keys, values = (_by_row(states[tokens], part) for states in (k, v))
+            keys, values = (by_row(states[tokens], part) for states in (k, v))
             if part.view is not None:
                 keys, values = part.view.update(keys, values, index)
             mask = part.mask[self._layer_types[index]] if isinstance(part.mask, dict) else part.mask
-            said.append(_attend(_by_row(q[tokens], part), keys, values, mask, attention.scaling))
+            said.append(attend(by_row(q[tokens], part), keys, values, mask, attention.scaling))
             start = tokens.stop
         return attention.o_proj(torch.cat(said) if len(said) > 1 else said[0])
 
 
-def _attend(
+def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """What each query of `q` `[rows, heads, queries, dim]` gathers, `[rows * queries, heads * dim]`."""
@@ -101,13 +106,7 @@ def _attend(
         # The queries that share a head of keys stand side by side, as if they were a text: nothing is copied.
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
         mask = mask[:, :, :1] if mask is not None else None
-        if q.device.type != "cpu" or q.dtype != torch.float32:
-            return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(rows, -1)
-        # A CPU's flash kernel is made for blocks of queries; for so few, two plain products read the cache sooner.
-        scores = torch.matmul(q * scale, keys.transpose(2, 3))
-        if mask is not None:
-            scores += mask
-        return torch.matmul(scores.softmax(dim=-1), values).reshape(rows, -1)
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(rows, -1)
     causal = mask is None
     gathered = F.scaled_dot_product_attention(
         q, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=heads != kv_heads
@@ -115,12 +114,12 @@ def _attend(
     return gathered.transpose(1, 2).reshape(rows * queries, -1)
 
 
-def _by_row(states: torch.Tensor, part: Part) -> torch.Tensor:
+def by_row(states: torch.Tensor, part: Part) -> torch.Tensor:
     """`[tokens, heads, dim]` of one part as `[rows, heads, queries, dim]`."""
     return states.unflatten(0, part.ids.shape).transpose(1, 2)
 
 
-def _asked_for(hidden: torch.Tensor, parts: list[Part]) -> torch.Tensor:
+def asked_for(hidden: torch.Tensor, parts: list[Part]) -> torch.Tensor:
     """The tokens whose logits are wanted, `[some, hidden]`: as a rule each row's last."""
     pieces = hidden.split([part.ids.numel() for part in parts])
     wanted = [
@@ -128,6 +127,12 @@ def _asked_for(hidden: torch.Tensor, parts: list[Part]) -> torch.Tensor:
         for piece, part in zip(pieces, parts, strict=True)
     ]
     return torch.cat(wanted) if len(wanted) > 1 else wanted[0]
+
+
+def by_part(logits: torch.Tensor, parts: list[Part]) -> list[torch.Tensor]:
+    """Those of `asked_for` tokens as `[rows, queries or 1, vocabulary]` for each part."""
+    counts = [part.ids.numel() if part.every else len(part.ids) for part in parts]
+    return [some.unflatten(0, (len(part.ids), -1)) for some, part in zip(logits.split(counts), parts, strict=True)]
 
 
 def _rms_norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.int8 import Int8Linear
-
 ROWS = 16  # what the blocking is chosen for; other numbers of rows use the same layout
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -33,14 +31,14 @@ class Joint:
     """Several layers as one product: the first that is asked computes for all, and each takes its columns once."""
 
     def __init__(self, product: nn.Module, out_features: list[int]):
-        self._product, self._out_features = product, out_features
+        self.product, self._out_features = product, out_features
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
 
     def __call__(self, x: torch.Tensor, index: int) -> torch.Tensor:
         if x is not self._input or index not in self._outputs:
             self._input = x
-            self._outputs = dict(enumerate(self._product(x).split(self._out_features, dim=-1)))
+            self._outputs = dict(enumerate(self.product(x).split(self._out_features, dim=-1)))
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None  # a long prompt's states must not be held until the next step
@@ -52,10 +50,10 @@ class Share(nn.Module):
 
     def __init__(self, joint: Joint, index: int):
         super().__init__()
-        self._joint, self._index = joint, index
+        self.joint, self._index = joint, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._joint(x, self._index)
+        return self.joint(x, self._index)
 
 
 def pack_linears(model: Any, quantize: str = "none") -> None:
@@ -69,7 +67,11 @@ def pack_linears(model: Any, quantize: str = "none") -> None:
     output_layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def packed(weight: torch.Tensor, bias: torch.Tensor | None, *, fine: bool = False) -> nn.Module:
-        return Int8Linear(weight, bias, fine=fine) if quantize == "int8" else PackedLinear(weight, bias)
+        if quantize != "int8":
+            return PackedLinear(weight, bias)
+        from engine.int8 import Int8Linear  # only here, for its kernels take a second to import
+
+        return Int8Linear(weight, bias, fine=fine)
 
     for parent in list(model.modules()):
         for names in SAME_INPUT:

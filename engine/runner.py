@@ -10,12 +10,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from engine.graphs import DecodeGraphs, can_record
 from engine.kv_cache import KVCache, LayerShape
 from engine.lean import LeanForward, Part, fits
+from engine.lean_cpu import CpuForward, compiles
 from engine.masks import attention_mask, is_plain
 from engine.stopwatch import Stopwatch
 from engine.transfer import to_device
-from engine.windows import WINDOW_STEP, Window, rounded, split
 
-ANOTHER_WINDOW = 2**21  # bytes of a layer's cache that are read in the time that one more window costs a CPU
+WINDOW_STEP = 64  # so that shapes repeat
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ModelRunner:
         # The embeddings of a sharded model may lie elsewhere; its hooks move the ids there and the logits back.
         self.device = self.layer_shapes[0].device
         self.stopwatch = Stopwatch(self.device)
-        self.lean = LeanForward(model) if fits(model) else None  # None: the stock forward, one part after another
+        self.lean = _lean(model)  # None: the stock forward, one part after another
         self._graphs = DecodeGraphs(self.decode_padded) if can_record(self.lean, self.device) else None
 
     def rehearse(self) -> float:
@@ -78,11 +78,10 @@ class ModelRunner:
         """
         if not chunks:
             return self.decode(cache, token_ids, positions), []
-        rows = self._rows(cache, token_ids, positions) if token_ids else []
+        rows = [self._rows(cache, token_ids, positions)] if token_ids else []
         logits = self._run([*rows, *(self._chunk(cache, chunk) for chunk in chunks)])
-        decoded, read = logits[: len(rows)], logits[len(rows) :]
-        last = [of[0] if chunk.every else of[0, -1] for of, chunk in zip(read, chunks, strict=True)]
-        return (_together(decoded) if rows else None), last
+        last = [of[0] if chunk.every else of[0, -1] for of, chunk in zip(logits[len(rows) :], chunks, strict=True)]
+        return (logits[0][:, -1] if rows else None), last
 
     def prefill(self, cache: KVCache, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
         """Append `token_ids` to `slot` from position `start`; logits `[vocabulary]` after the last of them."""
@@ -93,7 +92,7 @@ class ModelRunner:
         if self._graphs and first_slot == 0:
             graphs = self._graphs
             return self.stopwatch.run(lambda: graphs.decode(cache, token_ids, positions))
-        return _together(self._run(self._rows(cache, token_ids, positions, first_slot)))
+        return self._run([self._rows(cache, token_ids, positions, first_slot)])[0][:, -1]
 
     @torch.no_grad()
     def decode_padded(self, cache: KVCache, inputs: torch.Tensor, window: int) -> torch.Tensor:
@@ -105,12 +104,9 @@ class ModelRunner:
         view = cache.decode_view(ids, positions, window, counts=counts.bool())
         return self._forward([self._decode_part(ids, positions, view, window)])[0][:, -1]
 
-    def windows(self, cache: KVCache, lengths: list[int]) -> list[Window]:
-        """How far a decode step reads the slots of rows of these lengths."""
-        if self.lean and self.device.type == "cpu":
-            return split(lengths, cache.positions, ANOTHER_WINDOW // self.layer_shapes[0].bytes_per_token)
-        # Elsewhere another rectangle costs more: a forward of its own, or on a GPU launches that reading would hide.
-        return [Window(len(lengths), rounded(max(lengths), cache.positions))]
+    def positions_read(self, cache: KVCache, lengths: list[int]) -> int:
+        """Of all slots together, in a decode step of rows of these lengths."""
+        return len(lengths) * self._window(cache, max(lengths)) if self._needs_mask(1) else sum(lengths)
 
     def naive(self, token_ids: list[int], *, every: bool = False) -> torch.Tensor:
         """Logits `[vocabulary]` after `token_ids`, computed without any cache: the whole prefix, every time.
@@ -119,7 +115,7 @@ class ModelRunner:
         """
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(len(token_ids), device=self.device)[None]
-        logits = self._run([Part(ids, positions, mask=self._mask(positions, 0), every=every)])[0][0]
+        logits = self._run([Part(ids, positions, None, self._mask(positions, 0), every)])[0][0]
         return logits if every else logits[-1]
 
     def append(self, cache: DynamicCache, token_ids: list[int]) -> torch.Tensor:
@@ -149,33 +145,39 @@ class ModelRunner:
             for keys, values in ((layer.keys, layer.values) for layer in cache.layers)
         ]
 
-    def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> list[Part]:
+    def _rows(self, cache: KVCache, token_ids: list[int], positions: list[int], first_slot: int = 0) -> Part:
         """The pending tokens of B consecutive slots."""
         ids, where = to_device([token_ids, positions], self.device)
-        parts, start = [], 0
-        for window in self.windows(cache, [position + 1 for position in positions]):
-            rows = slice(start, start + window.rows)
-            view = cache.decode_view(ids[rows], where[rows], window.positions, first_slot + start)
-            parts.append(self._decode_part(ids[rows], where[rows], view, window.positions))
-            start = rows.stop
-        return parts
+        window = self._window(cache, max(positions) + 1) if self._needs_mask(1) else cache.positions
+        return self._decode_part(ids, where, cache.decode_view(ids, where, window, first_slot), window)
+
+    def _window(self, cache: KVCache, longest: int) -> int:
+        """Positions that a decode step reads of every row by a mask, if the longest holds that many tokens."""
+        return min(-(-longest // WINDOW_STEP) * WINDOW_STEP, cache.positions)
 
     def _decode_part(self, ids: torch.Tensor, positions: torch.Tensor, view: Cache, window: int) -> Part:
-        mask = attention_mask(self.model.config, positions[:, None], window, self.model.dtype)
-        return Part(ids[:, None], positions[:, None], view, mask)
+        rows = positions[:, None]
+        needed = self._needs_mask(1)
+        mask = attention_mask(self.model.config, rows, window, self.model.dtype) if needed else None
+        return Part(ids[:, None], rows, view, mask)
 
     def _chunk(self, cache: KVCache, chunk: Chunk) -> Part:
         end = chunk.start + len(chunk.token_ids)
         ids = torch.tensor(chunk.token_ids, device=self.device)
         positions = torch.arange(chunk.start, end, device=self.device)[None]
-        view = cache.prefill_view(chunk.slot, chunk.start, ids)
+        window = end if self._needs_mask(len(ids)) else cache.positions
+        view = cache.prefill_view(chunk.slot, chunk.start, ids, window)
         return Part(ids[None], positions, view, self._mask(positions, chunk.start), chunk.every)
+
+    def _needs_mask(self, queries: int) -> bool:
+        return self.lean is None or self.lean.needs_mask(queries)
 
     def _mask(self, positions: torch.Tensor, start: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """For the tokens from `start` on of one text; None where they need none."""
-        end = start + positions.shape[1]
+        queries = positions.shape[1]
+        end = start + queries
         # From the beginning, plain causal attention will do, for which there are faster kernels than for masks.
-        if start == 0 and is_plain(self.model.config, end):
+        if not self._needs_mask(queries) or (start == 0 and is_plain(self.model.config, end)):
             return None
         return attention_mask(self.model.config, positions, end, self.model.dtype)
 
@@ -208,9 +210,10 @@ class ModelRunner:
         return logits.float() if every else logits[:, -1:].float()
 
 
-def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The logits `[rows, 1, vocabulary]` of several parts as `[all rows, vocabulary]`."""
-    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, -1]
+def _lean(model: PreTrainedModel) -> LeanForward | CpuForward | None:
+    if not fits(model):
+        return None
+    return CpuForward(model) if compiles(model) else LeanForward(model)
 
 
 def _computing_device(module: Any) -> torch.device:
