@@ -7,6 +7,7 @@ The sums of the products are exact integers.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,35 +28,40 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, fine: bool = False):
         super().__init__()
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / float(kernels.LARGEST)
-        self.weight = (weight / scale[:, None]).round().to(torch.int8)
-        self.packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
+        rounded = (weight / scale[:, None]).round().to(torch.int8)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         # The activations' own 1 / 127 is in it, too.
         self.scale = scale / float(kernels.LARGEST)
+        self._arrays = rounded.numpy(), self.scale.numpy()
         self.zero_points = torch.zeros(len(scale), dtype=torch.long)
         self.bias = bias
         self.fine = fine
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2).contiguous()
-        halves = 2 if self.fine else 1
-        codes = torch.empty(halves * rows.shape[0], rows.shape[1], dtype=torch.uint8)
-        largest = torch.empty(len(codes), 1)
-        kernels.round_rows(rows.numpy(), codes.numpy(), largest.numpy())
+        rows = x.flatten(0, -2).contiguous().numpy()
+        return torch.from_numpy(self.multiply(rows)).unflatten(0, x.shape[:-1])
+
+    def multiply(self, x: np.ndarray) -> np.ndarray:
+        """`[rows, in]` to `[rows, out]`."""
+        copies = 2 if self.fine else 1
+        codes = np.empty((copies * x.shape[0], x.shape[1]), np.uint8)
+        largest = np.empty((len(codes), 1), np.float32)
+        kernels.round_rows(x, codes, largest)
         y = self._product(codes, largest)
         if self.fine:
             y, correction = y.chunk(2)
             y += correction
         if self.bias is not None:
             y += self.bias
-        return y.unflatten(0, x.shape[:-1])
+        return y.numpy()
 
-    def _product(self, codes: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    def _product(self, codes: np.ndarray, largest: np.ndarray) -> torch.Tensor:
         if len(codes) <= FEW:
-            y = torch.empty(len(codes), len(self.scale))
-            arrays = (part.numpy() for part in (codes, self.weight, self.scale, largest))
-            kernels.multiply_few(*arrays, torch.get_num_threads(), y.numpy())
-            return y
+            y = np.empty((len(codes), len(self._arrays[0])), np.float32)
+            kernels.multiply_few(codes, *self._arrays, largest, torch.get_num_threads(), y)
+            return torch.from_numpy(y)
         product: Any = torch.ops.onednn.qlinear_pointwise
         weights = (self.packed, self.scale, self.zero_points)
-        y = product(codes, 1.0, int(kernels.ZERO), *weights, None, 1.0, 0, torch.float32, "none", [], "")
-        return y.mul_(largest)
+        zero = int(kernels.ZERO)
+        y = product(torch.from_numpy(codes), 1.0, zero, *weights, None, 1.0, 0, torch.float32, "none", [], "")
+        return y.mul_(torch.from_numpy(largest))

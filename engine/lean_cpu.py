@@ -20,7 +20,8 @@ from engine.kv_cache import SlotLayer
 from engine.lean import Part, asked_for, attend, by_part, by_row
 from engine.packing import Share
 
-NO_NORMS = np.empty((0, 1), np.float32)
+Product = Callable[[np.ndarray], np.ndarray]  # [rows, in] to [rows, out]
+Norm = tuple[np.ndarray, np.float32]  # weights and epsilon
 
 
 def compiles(model: PreTrainedModel) -> bool:
@@ -28,6 +29,23 @@ def compiles(model: PreTrainedModel) -> bool:
     weight: Any = model.get_input_embeddings().weight
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return on_cpu and model.config.hidden_act == "silu"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer computes with. `head_norms` are those of queries and keys, one above the other, or none at all."""
+
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    input_norm: Norm
+    mlp_norm: Norm
+    head_norms: Norm
+    head_dim: int
+    groups: int
+    scale: np.float32
+    window: int
 
 
 @dataclass(frozen=True)
@@ -43,14 +61,15 @@ class Span:
 
 
 class CpuForward:
-    """As `LeanForward`."""
+    """As `LeanForward`, by the products and norms that the model has now: packing comes before."""
 
     def __init__(self, model: PreTrainedModel):
         body: Any = model.model
-        self._embed, self._layers, self._norm, self._rotary = body.embed_tokens, body.layers, body.norm, body.rotary_emb
-        self._model = model
+        self._embed, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, _norm(body.norm)
+        self._head: Any = model.get_output_embeddings()
         self._layer_types: Any = getattr(model.config, "layer_types", None)
-        self._window: int | None = getattr(model.config, "sliding_window", None)
+        self._layers = [self._layer(index, layer, model.config) for index, layer in enumerate(body.layers)]
+        self._exact = all(getattr(layer.mlp.down_proj, "exact", False) for layer in body.layers)
         # Only here, for it takes a second: a lease on a GPU must not wait for a CPU's compiler.
         self._kernels: Any = import_module("engine.kernels")
 
@@ -59,25 +78,26 @@ class CpuForward:
 
         If not, it goes by positions, and the cache's views must show all its room.
         """
-        return queries > 1 and not getattr(self._layers[0].mlp.down_proj, "exact", False)
+        return queries > 1 and not self._exact
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:
         """Logits of each part, `[rows, queries, vocabulary]` with `every`, else `[rows, 1, vocabulary]`."""
-        hidden = self._embed(torch.cat([part.ids.flatten() for part in parts]))
-        spans = self._spans(parts, hidden)
-        change = torch.zeros_like(hidden)
+        embedded = self._embed(torch.cat([part.ids.flatten() for part in parts]))
+        spans = self._spans(parts, embedded)
+        hidden = embedded.numpy()
+        change = np.zeros_like(hidden)
         for index, layer in enumerate(self._layers):
-            x = self._add_and_norm(hidden, change, layer.input_layernorm)
-            change = self._attention(index, layer.self_attn, x, spans)
-            x = self._add_and_norm(hidden, change, layer.post_attention_layernorm)
-            change = self._mlp(layer.mlp, x)
-        last, change = (asked_for(states, parts).contiguous() for states in (hidden, change))
-        head: Any = self._model.get_output_embeddings()  # asked for each time: packing replaces it
-        return by_part(head(self._add_and_norm(last, change, self._norm)), parts)
+            x = self._add_and_norm(hidden, change, layer.input_norm)
+            change = self._attention(index, layer, x, spans)
+            x = self._add_and_norm(hidden, change, layer.mlp_norm)
+            change = self._mlp(layer, x)
+        last, change = (asked_for(torch.from_numpy(x), parts).contiguous().numpy() for x in (hidden, change))
+        normed = self._add_and_norm(last, change, self._norm)
+        return by_part(self._head(torch.from_numpy(normed)), parts)
 
-    def _spans(self, parts: list[Part], hidden: torch.Tensor) -> list[Span]:
+    def _spans(self, parts: list[Part], embedded: torch.Tensor) -> list[Span]:
         all_positions = torch.cat([part.positions.flatten() for part in parts])
-        cos, sin = (turn[0].contiguous().numpy() for turn in self._rotary(hidden, all_positions[None]))
+        cos, sin = (turn[0].contiguous().numpy() for turn in self._rotary(embedded, all_positions[None]))
         spans, start = [], 0
         for part in parts:
             tokens = slice(start, start + part.ids.numel())
@@ -89,60 +109,63 @@ class CpuForward:
             start = tokens.stop
         return spans
 
-    def _add_and_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: Any) -> torch.Tensor:
+    def _add_and_norm(self, hidden: np.ndarray, change: np.ndarray, norm: Norm) -> np.ndarray:
         """`hidden` grows by `change`; returns its norm. All are `[tokens, hidden]`."""
-        out, epsilon = torch.empty_like(hidden), np.float32(norm.variance_epsilon)
-        self._kernels.add_and_norm(hidden.numpy(), change.numpy(), norm.weight.detach().numpy(), epsilon, out.numpy())
+        out = np.empty_like(hidden)
+        self._kernels.add_and_norm(hidden, change, *norm, out)
         return out
 
-    def _mlp(self, mlp: Any, x: torch.Tensor) -> torch.Tensor:
-        gate_up = _joined(mlp.gate_proj, mlp.up_proj)(x)
-        gated = torch.empty(len(x), gate_up.shape[1] // 2)
-        self._kernels.gate(gate_up.numpy(), gated.numpy())
-        return mlp.down_proj(gated)
+    def _mlp(self, layer: Layer, x: np.ndarray) -> np.ndarray:
+        gate_up = layer.gate_up(x)
+        gated = np.empty((len(x), gate_up.shape[1] // 2), np.float32)
+        self._kernels.gate(gate_up, gated)
+        return layer.down(gated)
 
-    def _attention(self, index: int, attention: Any, x: torch.Tensor, spans: list[Span]) -> torch.Tensor:
+    def _attention(self, index: int, layer: Layer, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """The attention block of a layer for all tokens, `[tokens, hidden]`."""
-        qkv, dim = _joined(attention.q_proj, attention.k_proj, attention.v_proj)(x), attention.head_dim
-        kv_heads = qkv.shape[1] // dim // (attention.num_key_value_groups + 2)
-        q = torch.empty(len(x), kv_heads * attention.num_key_value_groups, dim)
-        said = torch.empty_like(q)
-        norms = _head_norms(attention)
+        qkv = layer.qkv(x)
+        kv_heads = qkv.shape[1] // layer.head_dim // (layer.groups + 2)
+        q = np.empty((len(x), kv_heads * layer.groups, layer.head_dim), np.float32)
+        said = np.empty_like(q)
         for span in spans:
-            keys, values = _room(span.part, index, kv_heads, dim)
-            turn = (span.cos, span.sin, span.places)
-            arrays = (part.numpy() for part in (q[span.tokens], keys, values))
-            self._kernels.place(qkv[span.tokens].numpy(), *norms, *turn, *arrays)
+            keys, values = _room(span.part, index, kv_heads, layer.head_dim)
+            mine, turn = q[span.tokens], (span.cos, span.sin, span.places)
+            self._kernels.place(qkv[span.tokens], *layer.head_norms, *turn, mine, keys.numpy(), values.numpy())
             if span.part.view is not None and not _in_slots(span.part):
                 keys, values = span.part.view.update(keys, values, index)
-            self._attend(index, span, q[span.tokens], keys, values, attention.scaling, said[span.tokens])
-        return attention.o_proj(said.flatten(1))
+            if self.needs_mask(span.part.ids.shape[1]):
+                said[span.tokens] = self._attend_by_mask(index, layer, span, mine, keys, values)
+            else:
+                states = (keys.contiguous().numpy(), values.contiguous().numpy(), span.positions)
+                threads = torch.get_num_threads()
+                self._kernels.attend(mine, *states, layer.window, layer.scale, threads, said[span.tokens])
+        return layer.out(said.reshape(len(x), -1))
 
-    def _attend(
-        self,
-        index: int,
-        span: Span,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        said: torch.Tensor,
-    ) -> None:
-        """What `q` `[tokens, heads, dim]` gathers of `keys` and `values` `[rows, kv_heads, room, dim]` into `said`."""
-        if self.needs_mask(span.part.ids.shape[1]):
-            end = span.positions[-1] + 1
-            mask = span.part.mask[self._layer_types[index]] if isinstance(span.part.mask, dict) else span.part.mask
-            gathered = attend(by_row(q, span.part), keys[:, :, :end], values[:, :, :end], mask, scale)
-            said.flatten(1).copy_(gathered)
-            return
-        arrays = (q.numpy(), keys.contiguous().numpy(), values.contiguous().numpy(), span.positions)
-        window, threads = self._window_of(index), torch.get_num_threads()
-        self._kernels.attend(*arrays, window, np.float32(scale), threads, said.numpy())
+    def _attend_by_mask(
+        self, index: int, layer: Layer, span: Span, q: np.ndarray, keys: torch.Tensor, values: torch.Tensor
+    ) -> np.ndarray:
+        """What `q` `[tokens, heads, dim]` gathers, in its shape."""
+        end, masks = span.positions[-1] + 1, span.part.mask
+        mask = masks[self._layer_types[index]] if isinstance(masks, dict) else masks
+        queries = by_row(torch.from_numpy(q), span.part)
+        return attend(queries, keys[:, :, :end], values[:, :, :end], mask, float(layer.scale)).numpy().reshape(q.shape)
 
-    def _window_of(self, index: int) -> int:
-        """How many tokens a token of this layer may see, itself included."""
+    def _layer(self, index: int, layer: Any, config: Any) -> Layer:
+        attention, mlp, window = layer.self_attn, layer.mlp, getattr(config, "sliding_window", None)
         slides = self._layer_types is None or self._layer_types[index] == "sliding_attention"
-        return self._window if self._window and slides else sys.maxsize
+        return Layer(
+            qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            out=_product(attention.o_proj),
+            gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+            down=_product(mlp.down_proj),
+            input_norm=_norm(layer.input_layernorm),
+            mlp_norm=_norm(layer.post_attention_layernorm),
+            head_norms=_head_norms(attention),
+            head_dim=attention.head_dim,
+            groups=attention.num_key_value_groups,
+            scale=np.float32(attention.scaling),
+            window=window if window and slides else sys.maxsize,
+        )
 
 
 def _in_slots(part: Part) -> bool:
@@ -160,16 +183,24 @@ def _room(part: Part, index: int, kv_heads: int, dim: int) -> tuple[torch.Tensor
     return torch.empty(rows, kv_heads, queries, dim), torch.empty(rows, kv_heads, queries, dim)
 
 
-def _joined(*layers: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _product(layer: Any) -> Product:
+    return getattr(layer, "multiply", None) or (lambda x: layer(torch.from_numpy(x)).numpy())
+
+
+def _joined(*layers: Any) -> Product:
     """Layers with the same input as one, their outputs side by side."""
     if isinstance(layers[0], Share):
-        return layers[0].joint.product
-    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
+        return _product(layers[0].joint.product)
+    products = [_product(layer) for layer in layers]
+    return lambda x: np.concatenate([product(x) for product in products], axis=1)
 
 
-def _head_norms(attention: Any) -> tuple[np.ndarray, np.float32]:
-    """Weights `[2, dim]` and epsilon of the norms that some models apply to each head's queries and keys."""
+def _norm(norm: Any) -> Norm:
+    return norm.weight.detach().numpy(), np.float32(norm.variance_epsilon)
+
+
+def _head_norms(attention: Any) -> Norm:
     if not hasattr(attention, "q_norm"):
-        return NO_NORMS, np.float32(0)
-    weights = torch.stack([attention.q_norm.weight, attention.k_norm.weight])
-    return weights.detach().numpy(), np.float32(attention.q_norm.variance_epsilon)
+        return np.empty((0, 1), np.float32), np.float32(0)
+    (of_queries, epsilon), (of_keys, _) = _norm(attention.q_norm), _norm(attention.k_norm)
+    return np.stack([of_queries, of_keys]), epsilon

@@ -56,14 +56,14 @@ class Share(nn.Module):
         return self.joint(x, self._index)
 
 
-def pack_linears(model: Any, quantize: str = "none") -> None:
+def pack_linears(model: Any, quantize: str = "none") -> bool:
     """Replace every linear layer of a float32 model on a CPU, by `Int8Linear` if `quantize` is "int8".
 
-    Elsewhere nothing happens. Quantised layers stay as they are, and so do those of a sharded model, whose hooks
-    fetch their weights.
+    Returns whether there was any; elsewhere nothing happens. Quantised layers stay as they are, and so do those of a
+    sharded model, whose hooks fetch their weights.
     """
     if not torch.backends.mkldnn.is_available():
-        return
+        return False
     output_layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def packed(weight: torch.Tensor, bias: torch.Tensor | None, *, fine: bool = False) -> nn.Module:
@@ -73,6 +73,7 @@ def pack_linears(model: Any, quantize: str = "none") -> None:
 
         return Int8Linear(weight, bias, fine=fine)
 
+    any_packed = False
     for parent in list(model.modules()):
         for names in SAME_INPUT:
             _join(parent, names, packed)
@@ -80,6 +81,8 @@ def pack_linears(model: Any, quantize: str = "none") -> None:
             if _packable(child):
                 linear: Any = child
                 setattr(parent, name, packed(linear.weight.detach(), linear.bias, fine=child is output_layer))
+                any_packed = True
+    return any_packed
 
 
 def _join(parent: nn.Module, names: tuple[str, ...], packed: Callable[..., nn.Module]) -> None:

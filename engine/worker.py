@@ -24,6 +24,7 @@ from engine.loading import load_model, make_runner, resolve
 from engine.memory import fitting_tokens
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
+from engine.runner import ModelRunner
 from engine.tokenizer import eos_token_ids
 from engine.wire import Began, Cancel, Loading, LoadingFailed, Publish, Ready, Shutdown, StartRace, Submit
 
@@ -58,7 +59,9 @@ def make_core(files: ModelFiles, model: PreTrainedModel, config: EngineConfig) -
     parameters = model.num_parameters()
     runner = make_runner(files, model)
     # After the rehearsal: rounding to 8 bits would hide from it the small mistakes that it looks for.
-    pack_linears(model, config.quantize)
+    if pack_linears(model, config.quantize):
+        runner = ModelRunner(model)
+        runner.rehearse()  # what the new layers compile and set up, nobody shall wait for
     trusted = config.trust_remote_code
     end_ids = eos_token_ids(files.folder, trusted)
     grammars = Grammars(files.folder, runner.vocabulary, end_ids, trust_remote_code=trusted)
