@@ -175,7 +175,7 @@ class EngineCore:
     def _next_chunks(self) -> list[tuple[Sequence, Chunk]]:
         """Prompt tokens for this step: at least half for who came first, the rest for those who need the fewest."""
         chunks: list[tuple[Sequence, Chunk]] = []
-        budget = self._pace.budget(len(self.scheduler.running))
+        budget = self._pace.budget(len(self.scheduler.running), len(self.scheduler.prefilling))
         oldest, others = self.scheduler.prefilling[:1], self.scheduler.prefilling[1:]
         others.sort(key=_unread)
         for sequence in [*oldest, *others]:

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 LEAST_TOKENS = 16
-STRETCH = 1.0  # of a usual step, which a chunk may take besides
+STRETCH = 1.0  # of a usual step, which a chunk may take besides where more stream than wait
 MEMORY = 48  # steps with a chunk, and as many without, from which it learns
 
 
@@ -26,12 +26,16 @@ class Pace:
         if forward_ms > 0 and (rows or prefill_tokens):
             (self._with_chunk if prefill_tokens else self._without).append((forward_ms, rows, prefill_tokens))
 
-    def budget(self, rows: int) -> int:
-        """Prompt tokens for the next step, so that the gap between two tokens of a stream stays short."""
+    def budget(self, rows: int, prompts: int) -> int:
+        """Prompt tokens for the next step, so that the gap between two tokens of a stream stays short.
+
+        Whoever waits for a first token counts as much as who waits for the next: if `prompts` are more than `rows`, the
+        rows wait longer. A crowd that comes together would else be let in the more slowly the fewer are in.
+        """
         if not rows or not self._with_chunk or not self._without:
             return self._most_tokens
         step_ms, row_ms, token_ms = self._costs()
-        spare_ms = STRETCH * (step_ms + row_ms * rows)
+        spare_ms = STRETCH * max(1.0, prompts / rows) * (step_ms + row_ms * rows)
         if token_ms * self._most_tokens <= spare_ms:
             return self._most_tokens
         return max(LEAST_TOKENS, int(spare_ms / token_ms))
