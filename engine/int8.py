@@ -17,15 +17,11 @@ FEW = 2  # rows for which weights in plain order are read faster than oneDNN rea
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of float32 `weight` `[out, in]` with 8-bit weights and activations; float32 in and out.
-
-    `fine` gives the activations a second byte for what the first one's rounding left: for the output layer, whose
-    errors nothing evens out.
-    """
+    """A linear layer of float32 `weight` `[out, in]` with 8-bit weights and activations; float32 in and out."""
 
     exact = True  # a row's bits do not depend on the other rows
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, fine: bool = False):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / float(kernels.LARGEST)
         rounded = (weight / scale[:, None]).round().to(torch.int8)
@@ -35,7 +31,6 @@ class Int8Linear(nn.Module):
         self._arrays = rounded.numpy(), self.scale.numpy()
         self.zero_points = torch.zeros(len(scale), dtype=torch.long)
         self.bias = bias
-        self.fine = fine
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2).contiguous().numpy()
@@ -43,14 +38,9 @@ class Int8Linear(nn.Module):
 
     def multiply(self, x: np.ndarray) -> np.ndarray:
         """`[rows, in]` to `[rows, out]`."""
-        copies = 2 if self.fine else 1
-        codes = np.empty((copies * x.shape[0], x.shape[1]), np.uint8)
-        largest = np.empty((len(codes), 1), np.float32)
+        codes, largest = np.empty(x.shape, np.uint8), np.empty((len(x), 1), np.float32)
         kernels.round_rows(x, codes, largest)
         y = self._product(codes, largest)
-        if self.fine:
-            y, correction = y.chunk(2)
-            y += correction
         if self.bias is not None:
             y += self.bias
         return y.numpy()

@@ -102,11 +102,7 @@ def gate(gate_up, out):
 
 @_kernel
 def round_rows(x, codes, largest):
-    """Rows `[n, width]` as whole numbers: `codes` uint8 of 1 to 255, 128 for zero, and what 127 above it stands for.
-
-    `codes` `[n or 2 * n, width]`, `largest` `[n or 2 * n, 1]`: the second half, if there is one, takes what the first
-    one's rounding left.
-    """
+    """Rows `[n, width]` as whole numbers: `codes` uint8 of 1 to 255, 128 for zero; 127 above is `largest` `[n, 1]`."""
     rows, width = x.shape
     x_bits, largest_bits = x.view(np.int32), largest.view(np.int32)
     for row in range(rows):
@@ -118,13 +114,6 @@ def round_rows(x, codes, largest):
         scale = LARGEST / most
         for i in range(width):
             codes[row, i] = np.int32(x[row, i] * scale + (ZERO + _HALF))
-        if len(codes) > rows:
-            unit = most / LARGEST
-            largest[rows + row, 0] = unit * _HALF
-            scale = LARGEST / (unit * _HALF)
-            for i in range(width):
-                rest = x[row, i] - (np.float32(codes[row, i]) - ZERO) * unit
-                codes[rows + row, i] = np.int32(rest * scale + (ZERO + _HALF))
 
 
 @_exact_kernel

@@ -64,14 +64,13 @@ def pack_linears(model: Any, quantize: str = "none") -> bool:
     """
     if not torch.backends.mkldnn.is_available():
         return False
-    output_layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
-    def packed(weight: torch.Tensor, bias: torch.Tensor | None, *, fine: bool = False) -> nn.Module:
+    def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
         if quantize != "int8":
             return PackedLinear(weight, bias)
         from engine.int8 import Int8Linear  # only here, for its kernels take a second to import
 
-        return Int8Linear(weight, bias, fine=fine)
+        return Int8Linear(weight, bias)
 
     any_packed = False
     for parent in list(model.modules()):
@@ -80,7 +79,7 @@ def pack_linears(model: Any, quantize: str = "none") -> bool:
         for name, child in parent.named_children():
             if _packable(child):
                 linear: Any = child
-                setattr(parent, name, packed(linear.weight.detach(), linear.bias, fine=child is output_layer))
+                setattr(parent, name, packed(linear.weight.detach(), linear.bias))
                 any_packed = True
     return any_packed
 

@@ -7,10 +7,12 @@ import torch
 
 from demo.prompts import TWO_CLOCKS
 from engine import Engine, EngineConfig, LoadingError, SamplingParams
-from engine.int8 import Int8Linear
+from engine.int8 import FEW, Int8Linear
+from engine.kv_cache import KVCache
 from engine.loading import load_model
 from engine.model_folder import ModelFiles
 from engine.packing import pack_linears
+from engine.runner import ModelRunner
 from engine.tokenizer import load_tokenizer
 from engine.weights import check_options
 
@@ -34,12 +36,12 @@ def test_the_sums_are_exact():
 def test_a_row_does_not_depend_on_its_neighbours():
     layer = Int8Linear(WEIGHT, BIAS)
     together = layer(ROWS.view(4, 4, 64)).view(16, 96)
+    assert len(ROWS) > FEW
     assert all(torch.equal(layer(row[None])[0], of_row) for row, of_row in zip(ROWS, together, strict=True))
 
 
-@pytest.mark.parametrize("fine", [False, True])
-def test_what_is_not_finite_stays_in_its_row(fine):
-    layer = Int8Linear(WEIGHT, BIAS, fine=fine)
+def test_what_is_not_finite_stays_in_its_row():
+    layer = Int8Linear(WEIGHT, BIAS)
     rows = ROWS.clone()
     rows[3, 5], rows[7, 0], rows[9] = torch.nan, torch.inf, 0
     result = layer(rows)
@@ -47,13 +49,6 @@ def test_what_is_not_finite_stays_in_its_row(fine):
     torch.testing.assert_close(result[9], BIAS)
     others = [index for index in range(16) if index not in (3, 7, 9)]
     assert torch.equal(result[others], layer(ROWS)[others])
-
-
-def test_a_second_byte_leaves_the_weights_rounding_only():
-    rounded = WEIGHT.abs().amax(dim=1, keepdim=True) / 127
-    exact = ROWS @ ((WEIGHT / rounded).round() * rounded).T
-    coarse, fine = (Int8Linear(WEIGHT, None, fine=choice)(ROWS) - exact for choice in (False, True))
-    assert ((fine.norm(dim=1) / coarse.norm(dim=1)) < 0.02).all()
 
 
 def test_the_perplexity_of_real_text_stays_within_three_percent(embedded_folder, capsys):
@@ -75,6 +70,34 @@ def test_it_is_refused_where_there_are_no_such_products(settings):
     config = EngineConfig(quantize="int8", **settings)
     with pytest.raises(LoadingError, match="KVSCOPE_QUANTIZE=int8 needs a CPU and float32"):
         check_options(config, torch.device(config.device))
+
+
+STEPS, PROMPT = 500, 40
+
+
+def follow(runner: ModelRunner, texts: list[list[int]], slots: int, positions: int, chunk: int) -> list[torch.Tensor]:
+    """Logits of the first text at each step after its prompt, while the others go on beside it."""
+    cache = KVCache(runner.layer_shapes, slots, positions)
+    for slot, ids in enumerate(texts):
+        for start in range(0, PROMPT, chunk):
+            runner.prefill(cache, slot, start, ids[start : min(start + chunk, PROMPT)])
+    ends = range(PROMPT, PROMPT + STEPS)
+    return [runner.decode(cache, [ids[end] for ids in texts], [end] * len(texts))[0] for end in ends]
+
+
+def test_logits_do_not_depend_on_the_batch_the_room_or_the_chunks(embedded_folder):
+    """Bit for bit over 500 steps, alone and in a batch of 16, in another room, and as without a cache."""
+    model = load_model(ModelFiles(embedded_folder, "embedded", "test"), EngineConfig(device="cpu"))
+    pack_linears(model, "int8")
+    runner = ModelRunner(model)
+    ids = load_tokenizer(embedded_folder)(TWO_CLOCKS)["input_ids"]
+    ids = (ids * (2 * STEPS // len(ids) + 1))[: PROMPT + STEPS]
+    alone = follow(runner, [ids], slots=1, positions=PROMPT + STEPS, chunk=PROMPT)
+    others = [ids[turn:] + ids[:turn] for turn in range(1, 16)]
+    crowd = follow(runner, [ids, *others], slots=16, positions=1024, chunk=7)
+    assert all(torch.equal(*pair) for pair in zip(alone, crowd, strict=True))
+    for step in (0, 150, STEPS - 1):
+        assert torch.equal(alone[step], runner.naive(ids[: PROMPT + step + 1]))
 
 
 def test_an_engine_in_int8_says_so(tiny_folder):
