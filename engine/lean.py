@@ -23,8 +23,8 @@ class Part:
     """Tokens that attend together: `ids` and `positions` `[rows, queries]`, each row of another sequence.
 
     `view` stores their keys and values and returns those that they may see; without one they see each other. `mask` is
-    additive, by layer type where a model has several; None: plain causal. `every` asks for the logits of all tokens,
-    not only of each row's last.
+    additive, by layer type where a model has several; None: plain causal, or the forward needs none (`needs_mask`).
+    `every` asks for the logits of all tokens, not only of each row's last.
     """
 
     ids: torch.Tensor

@@ -7,12 +7,13 @@ numbers: whoever asks for one, or for a shape that depends on some, gets an erro
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, build
-from test_lean import SERVED, near, stock, text
+from test_lean import SERVED, near, served_by, stock, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from engine.graphs import can_record, padded, recorded_shape
 from engine.kv_cache import KVCache
+from engine.lean import LeanForward
 from engine.params import SamplingParams
 from engine.processors import Row
 from engine.runner import ModelRunner
@@ -70,7 +71,7 @@ def test_choosing_asks_nothing_of_the_device():
 
 @pytest.mark.parametrize("family", SERVED)
 def test_rows_that_do_not_count_leave_no_trace(family):
-    runner = ModelRunner(build(FAMILIES[family]()))
+    runner = served_by(LeanForward, family)
     texts = [text(1, 31), text(2, 9)]
     cache = KVCache(runner.layer_shapes, slots=4, positions=64)
     for slot, ids in enumerate(texts):

@@ -14,6 +14,7 @@ from test_core import make_core
 
 from engine import SamplingParams
 from engine.core import EngineCore
+from engine.lean import LeanForward
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 
@@ -23,10 +24,13 @@ WAIT_S = 60
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral, window", "bloom"])
+@pytest.fixture(scope="module", params=["llama", "llama, on a GPU", "gpt2", "mistral, window", "bloom"])
 def any_runner(request) -> ModelRunner:
-    """The ragged forward with and without windows, and the stock one with positions learnt and as biases."""
-    return ModelRunner(build(FAMILIES[request.param]()))
+    """The ragged forwards with and without windows, and the stock one with positions learnt and as biases."""
+    runner = ModelRunner(build(FAMILIES[request.param.removesuffix(", on a GPU")]()))
+    if request.param.endswith(", on a GPU"):  # by the forward that it would use
+        runner.lean = LeanForward(runner.model)
+    return runner
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The ragged forward gives the stock forward's logits, for every model that it takes the place of."""
+"""The ragged forwards give the stock forward's logits, for every model that they take the place of."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from families import FAMILIES, VOCABULARY, WINDOW, build
 from transformers import LlamaForCausalLM
 
 from engine.kv_cache import KVCache
-from engine.lean import FAMILY, fits
+from engine.lean import FAMILY, LeanForward, fits
+from engine.lean_cpu import CpuForward
 from engine.runner import Chunk, ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -14,9 +15,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SERVED = [family for family in FAMILIES if FAMILIES[family]().model_type in FAMILY]
 
 
-@pytest.fixture(params=SERVED)
+def served_by(forward: type, family: str) -> ModelRunner:
+    runner = ModelRunner(build(FAMILIES[family]()))
+    runner.lean = forward(runner.model)
+    return runner
+
+
+@pytest.fixture(
+    params=[(forward, family) for forward in (CpuForward, LeanForward) for family in SERVED],
+    ids=lambda of: f"{of[0].__name__}, {of[1]}",
+)
 def runner(request) -> ModelRunner:
-    return ModelRunner(build(FAMILIES[request.param]()))
+    """By the CPU's forward, and by the one that a GPU would use, here on a CPU."""
+    return served_by(*request.param)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -69,6 +80,29 @@ def test_chunks_alone_and_rows_alone(runner):
     rows, chunks = runner.step(cache, [ids[9], 7], [9, 20], [])
     assert chunks == []
     near(rows, torch.stack([stock(runner, ids[:10])[-1], stock(runner, [*ids, 7])[-1]]))
+
+
+def test_the_compiled_forward_takes_float32_on_a_cpu_with_the_activation_that_it_knows():
+    config = FAMILIES["llama"]()
+    assert type(ModelRunner(build(config)).lean) is CpuForward
+    assert type(ModelRunner(build(config).bfloat16()).lean) is LeanForward
+    config.hidden_act = "gelu"
+    other = ModelRunner(build(config))
+    assert type(other.lean) is LeanForward
+    ids = text(7, 12)
+    near(other.naive(ids), stock(other, ids)[-1])
+
+
+def test_no_row_is_read_further_than_it_goes_except_by_mask():
+    lengths = [3, 300, 5, 9]
+    for forward, read in ((CpuForward, sum(lengths)), (LeanForward, 4 * 320)):
+        runner = served_by(forward, "llama")
+        cache = KVCache(runner.layer_shapes, slots=4, positions=400)
+        assert runner.positions_read(cache, lengths) == read
+        cache.keys[0][2, :, 5:], cache.values[0][2, :, 5:] = 1e30, 1e30
+        clean = KVCache(runner.layer_shapes, slots=4, positions=400)
+        logits = [runner.decode(some, [1, 2, 3, 4], [n - 1 for n in lengths]) for some in (cache, clean)]
+        assert torch.equal(*logits)
 
 
 def test_other_models_and_models_in_parts_keep_the_stock_forward():

@@ -1,6 +1,11 @@
 """This engine beside what people would use instead: same weights, same requests, one after another in each round.
 
-    python tests/bench/peers.py [--counts 1 4 16 32] [--arrivals together random] [--rounds 2] [--json FILE]
+    python tests/bench/peers.py [--counts 1 4 16 32] [--kinds mixed short long chats] [--arrivals together random]
+                                [--rounds 2] [--json FILE]
+
+Prompts are mixed (32 to 256 tokens), short (16 to 32), long (512 to 1,024), all with 64 to 128 new tokens, or chats: of
+three turns, each the last one's prompt and 200 tokens more, with 32 new ones. In chats this engine and OpenVINO reuse
+what they have computed; elsewhere nobody does. Memory: what each has grown by when it has loaded and answered once.
 
 Peers: `generate()` one by one and as a padded batch, transformers' `generate_batch()`, and, where
 `pip install openvino-genai` was done, OpenVINO GenAI's ContinuousBatchingPipeline over the same GGUF. All greedy,
@@ -15,20 +20,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import psutil
 import torch
-from throughput import make_requests
+from throughput import TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria
 
 from engine import Engine, EngineConfig, SamplingParams, embedded
 from engine.progress import no_progress
 
 Requests = list[tuple[list[int], int]]
+# Requests, when each comes, and in chats the number of the visit: nothing of an earlier visit may be reused.
+Contender = Callable[[Requests, list[float], int | None], "Measured"]
+PROMPT_TOKENS = {"mixed": (32, 256), "short": (16, 32), "long": (512, 1024)}
+TURNS, TURN_TOKENS, REPLY_TOKENS = 3, 200, 32
 TOGETHER_ONLY = ("generate(), padded batch",)
 RANDOM_OVER_S = 4.0  # requests that arrive at random do so within this time
 
@@ -107,13 +118,15 @@ def generate_batch(model, requests: Requests, after: list[float]) -> Measured:
     return measured
 
 
-def with_engine(engine: Engine, requests: Requests, after: list[float]) -> Measured:
+def with_engine(engine: Engine, requests: Requests, after: list[float], visit: int | None) -> Measured:
     started = time.time()
     measured = Measured([started + wait for wait in after])
     generations = []
-    for (ids, new_tokens), arrival in zip(requests, measured.arrivals, strict=True):
+    for index, ((ids, new_tokens), arrival) in enumerate(zip(requests, measured.arrivals, strict=True)):
         wait_until(arrival)
-        generations.append(engine.submit(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)))
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        # Without a client nothing is reused.
+        generations.append(engine.submit(ids, params, client=None if visit is None else (visit, index)))
     measured.tokens = [[event.time for event in generation] for generation in generations]
     return measured
 
@@ -164,71 +177,131 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def openvino_pipeline():
+def openvino_pipeline(*, reuse: bool):
     import openvino_genai
 
     folder = EngineConfig().cache_folder / "openvino-bench"
     folder.mkdir(parents=True, exist_ok=True)
     gguf = next(folder.glob("*.gguf"), None) or embedded._unpack(embedded._fetch(folder, no_progress), folder)
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 32, False
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 32, reuse
     return openvino_genai.ContinuousBatchingPipeline(str(gguf), scheduler, "CPU")
+
+
+def make_turns(ids: list[int], count: int, kind: str, visit: int) -> list[Requests]:
+    """Pieces of a plain English text `ids`; one list of requests for each turn. The same every visit, but for chats."""
+    chance = random.Random(visit if kind == "chats" else 0)
+    if kind == "chats":
+        starts = [chance.randrange(len(ids) - TURNS * TURN_TOKENS) for _ in range(count)]
+        ends = range(TURN_TOKENS, (TURNS + 1) * TURN_TOKENS, TURN_TOKENS)
+        return [[(ids[start : start + end], REPLY_TOKENS) for start in starts] for end in ends]
+    requests = []
+    for _ in range(count):
+        length = chance.randint(*PROMPT_TOKENS[kind])
+        start = chance.randrange(len(ids) - length)
+        requests.append((ids[start : start + length], chance.randint(64, 128)))
+    return [requests]
+
+
+def resident_mb() -> float:
+    """Of this process and its workers."""
+    here = psutil.Process()
+    return sum(process.memory_info().rss for process in [here, *here.children(recursive=True)]) / 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--kinds", nargs="+", choices=(*PROMPT_TOKENS, "chats"), default=["mixed"])
     parser.add_argument("--arrivals", nargs="+", choices=("together", "random"), default=["together", "random"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = str(embedded.ensure(EngineConfig().cache_folder))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    settings = {"max_batch_size": 32, "device": "cpu"}
-    with (
-        Engine.from_pretrained(folder, config=EngineConfig(**settings)) as exact,
-        Engine.from_pretrained(folder, config=EngineConfig(quantize="int8", **settings)) as rounded,
-    ):
-        contenders = {
-            "engine, float32": lambda *case: with_engine(exact, *case),
-            "engine, int8": lambda *case: with_engine(rounded, *case),
-            "generate(), one by one": lambda *case: one_by_one(model, *case),
-            "generate(), padded batch": lambda *case: padded_batch(model, *case),
-            "generate_batch()": lambda *case: generate_batch(model, *case),
-        }
-        if find_spec("openvino_genai"):
-            pipeline = openvino_pipeline()
-            contenders["OpenVINO GenAI"] = lambda *case: openvino(pipeline, *case)
-        results = []
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT.read_text(encoding="utf-8"))["input_ids"]
+    results = []
+    with ExitStack() as stack:
+        contenders, memory, parameters = load(folder, make_turns(ids, 1, "mixed", 0)[0], stack)
         for count in arguments.counts:
-            requests = make_requests(tokenizer, count)
-            for arrive in arguments.arrivals:
-                results += compare(contenders, requests, arrive, arguments.rounds)
-            print(f"{count} at once: the floor in float32 is {floor(requests, model.num_parameters())}", flush=True)
+            for kind in arguments.kinds:
+                for arrive in arguments.arrivals:
+                    turns = [make_turns(ids, count, kind, visit) for visit in range(arguments.rounds + 1)]
+                    results += compare(contenders, turns, kind, arrive)
+            if "mixed" in arguments.kinds:
+                [requests] = make_turns(ids, count, "mixed", 0)
+                print(f"{count} at once: the floor in float32 is {floor(requests, parameters)}", flush=True)
     if arguments.json:
-        facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        facts = {"memory_mb": memory, "threads": torch.get_num_threads(), "torch": torch.__version__}
         arguments.json.write_text(json.dumps({"results": results, **facts}, indent=1))
 
 
-def compare(contenders: dict, requests: Requests, arrive: str, rounds: int) -> list[dict]:
-    """Each contender once a round, in turn; prints and returns the medians over the rounds."""
-    chance = random.Random(len(requests))
-    after = sorted(RANDOM_OVER_S * chance.random() if arrive == "random" else 0.0 for _ in requests)
+def load(folder: str, warm_up: Requests, stack: ExitStack) -> tuple[dict[str, Contender], dict[str, float], int]:
+    """The contenders, by how many MB each has grown when it has answered `warm_up`, and the model's parameters."""
+    contenders: dict[str, Contender] = {}
+    memory: dict[str, float] = {}
+
+    def add(before: float, **more: Contender) -> None:
+        for name, contender in more.items():
+            contenders[name] = contender
+            contender(warm_up, [0.0] * len(warm_up), None)
+            memory[name] = round(resident_mb() - before)
+            print(f"{name:26} {memory[name]:6.0f} MB", flush=True)
+
+    def engine(**settings) -> Contender:
+        config = EngineConfig(max_batch_size=32, device="cpu", **settings)
+        served = stack.enter_context(Engine.from_pretrained(folder, config=config))
+        return lambda *case: with_engine(served, *case)
+
+    add(resident_mb(), **{"engine, float32": engine()})
+    add(resident_mb(), **{"engine, int8": engine(quantize="int8")})
+    before = resident_mb()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    of_stock = {
+        "generate(), one by one": one_by_one,
+        "generate(), padded batch": padded_batch,
+        "generate_batch()": generate_batch,
+    }
+    for name, measure in of_stock.items():
+        add(before, **{name: lambda requests, after, visit, measure=measure: measure(model, requests, after)})
+    if find_spec("openvino_genai"):
+        before = resident_mb()
+        plain = openvino_pipeline(reuse=False)
+        add(before, **{"OpenVINO GenAI": lambda requests, after, visit: openvino(plain, requests, after)})
+        reusing = openvino_pipeline(reuse=True)
+        contenders["OpenVINO GenAI"] = lambda requests, after, visit: openvino(
+            plain if visit is None else reusing, requests, after
+        )
+    return contenders, memory, model.num_parameters()
+
+
+def compare(contenders: dict[str, Contender], visits: list[list[Requests]], kind: str, arrive: str) -> list[dict]:
+    """Each contender once a visit, in turn; prints and returns the medians over the visits but the first."""
+    count = len(visits[0][0])
+    chance = random.Random(count)
+    after = sorted(RANDOM_OVER_S * chance.random() if arrive == "random" else 0.0 for _ in range(count))
     apt = [name for name in contenders if arrive == "together" or name not in TOGETHER_ONLY]
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in apt}
-    for number in range(rounds + 1):
+    for number, turns in enumerate(visits):
         for name in apt:
-            summary = contenders[name](requests, after).summary()
-            if number:  # the first round warms up: caches grow, kernels are chosen
+            visit = number if kind == "chats" else None
+            summary = by_turn([contenders[name](requests, after, visit).summary() for requests in turns])
+            if number:  # the first visit warms up: caches grow, kernels are chosen
                 measured[name].append(summary)
     rows = []
     for name, summaries in measured.items():
         medians = {key: statistics.median(summary[key] for summary in summaries) for key in summaries[0]}
-        rows.append({"name": name, "requests": len(requests), "arrive": arrive, **medians})
+        rows.append({"name": name, "requests": count, "kind": kind, "arrive": arrive, **medians})
         shown = "".join(f"{key} {value:9.1f}   " for key, value in medians.items())
-        print(f"{len(requests):3} {arrive:9} {name:26} {shown}", flush=True)
+        print(f"{count:3} {kind:6} {arrive:9} {name:26} {shown}", flush=True)
     return rows
+
+
+def by_turn(turns: list[dict[str, float]]) -> dict[str, float]:
+    """Of one turn all its figures, of several what differs."""
+    if len(turns) == 1:
+        return turns[0]
+    firsts = {f"turn_{number}_first_token_ms": turn["first_token_ms"] for number, turn in enumerate(turns, 1)}
+    return {"tokens_per_second": statistics.mean(turn["tokens_per_second"] for turn in turns), **firsts}
 
 
 if __name__ == "__main__":
