@@ -33,6 +33,7 @@ class Int8Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels.use_threads(torch.get_num_threads())
         rows = x.flatten(0, -2).contiguous().numpy()
         return torch.from_numpy(self.multiply(rows)).unflatten(0, x.shape[:-1])
 

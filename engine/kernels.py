@@ -7,6 +7,7 @@ prompt was split. A NaN stays in its row. All arrays are float32 unless said oth
 """
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
@@ -31,6 +32,12 @@ LARGEST = np.float32(127)
 ZERO = np.float32(128)  # oneDNN's quick kernels want unsigned numbers
 # As whole numbers, the bits of positive floats have the same order, and NaN comes last.
 _WITHOUT_SIGN, _TINY = np.int32(0x7FFFFFFF), np.finfo(np.float32).tiny.view(np.int32)
+
+
+def use_threads(count: int) -> None:
+    """How many threads the calling thread's kernels take; one that is not needed would still be waited for."""
+    limits: Any = numba.config
+    numba.set_num_threads(min(count, limits.NUMBA_NUM_THREADS))
 
 
 @_kernel

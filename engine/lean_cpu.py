@@ -82,6 +82,7 @@ class CpuForward:
 
     def __call__(self, parts: list[Part]) -> list[torch.Tensor]:
         """Logits of each part, `[rows, queries, vocabulary]` with `every`, else `[rows, 1, vocabulary]`."""
+        self._kernels.use_threads(torch.get_num_threads())
         embedded = self._embed(torch.cat([part.ids.flatten() for part in parts]))
         spans = self._spans(parts, embedded)
         hidden = embedded.numpy()

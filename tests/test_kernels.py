@@ -21,6 +21,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 def attend(q, keys, values, positions, window=EVERYWHERE, threads=2) -> np.ndarray:
     out = np.full_like(q, np.nan)
+    kernels.use_threads(threads)
     kernels.attend(q, keys, values, np.asarray(positions), window, np.float32(0.3), threads, out)
     return out
 
